@@ -229,7 +229,7 @@ def test_members_take_what_is_free_and_no_more(two):
         b.back([12])
     a.unback(range(10))
     a.flush()
-    until(lambda: b.ask(8 * b.page) == 0, 20)  # the unused budget comes without an offer
+    until(lambda: b.ask(8 * b.page) == 0)  # the unused budget comes without an offer
     assert b.back(range(12, 20)) == 8
     with pytest.raises(InvalidArgument, match="member of a pool already"):
         a.join(KVPool(32 * a.page))
@@ -240,7 +240,7 @@ def test_members_take_what_is_free_and_no_more(two):
         return 0 < a.board[SHRINK_TO] < 10 * a.page
 
     a.offer(4 * a.page)
-    until(asked, 20)
+    until(asked)
 
 
 def test_blocks_in_no_pool_refuse_its_calls(make):

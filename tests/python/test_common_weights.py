@@ -42,14 +42,14 @@ def test_the_second_engine_takes_what_the_first_has_loaded(path):
     told = b("look")
     assert told["common"] and told["alone"] == 0 and told["bytes"] == SIZE
     assert told["held"] == a("look")["held"] == SIZE // 2  # each counts its share
-    assert sum(held for name, _, held in until(lambda: [m for m in b("members") if m[2]], 30)) == SIZE  # once
+    assert sum(held for name, _, held in until(lambda: [m for m in b("members") if m[2]])) == SIZE  # once
 
 
 def test_weights_outlive_their_engine(path):
     a = Process(path)
     assert a("start", "k", 1) == "loaded"
     a.kill()
-    until(lambda: not engines.state(path)[0]["engines"], 30)
+    until(lambda: not engines.state(path)[0]["engines"])
     b = Process(path)
     assert b("start", "k", 99) == "took"
     assert b("tokens") == expected(1)
@@ -129,7 +129,7 @@ def test_common_weights_leave_when_all_sleep_and_the_first_to_wake_brings_them_b
     assert a("wake") == 0 and a("tokens") == expected(1)  # nobody wanted them
     a("sleep")
     other("start", "large", 3, layers=56)  # needs all of the pool
-    until(lambda: not a("look")["held"], 30)
+    until(lambda: not a("look")["held"])
     assert other("tokens") == expected(3, layers=56)
     a.begin("wake")
     b.begin("wake")
@@ -226,22 +226,22 @@ def test_saved_blocks_outlive_their_engine_and_owner_and_have_one_engine_at_a_ti
     first = engines.owner(path)
     os.kill(first, signal.SIGKILL)
     for engine in (a, b):
-        until(lambda engine=engine: engine("look")["owner"] != first, 30)
+        until(lambda engine=engine: engine("look")["owner"] != first)
     assert b("saved", "p") is None  # its engine lives
     a.kill()
     assert b("saved", "other") is None
-    assert until(lambda: b("saved", "p"), 30) == [7]
+    assert until(lambda: b("saved", "p")) == [7]
     c = Process(path)
     c("start", "k", 1)
     assert c("saved", "p") is None
     b.kill()
-    assert until(lambda: c("saved", "p"), 30) == [7]
+    assert until(lambda: c("saved", "p")) == [7]
 
 
 def test_an_engine_that_dies_while_it_loads_leaves_nothing(path):
     a, b = Process(path), Process(path)
     a.begin("start", "k", 1, layers=30)
-    until(lambda: engines.state(path), 30)
+    until(lambda: engines.state(path))
     a.kill()
     assert b("start", "k", 2) == "loaded" and b("tokens") == expected(2)
     assert len(engines.state(path)) == 1
@@ -254,11 +254,11 @@ def test_weights_that_nobody_has_go_after_a_while(path):
     if not pid:
         main([path, "0.5"])
         os._exit(0)
-    until(lambda: os.path.exists(socket_of(path)), 30)
+    until(lambda: os.path.exists(socket_of(path)))
     a = Process(path)
     assert a("start", "k", 1) == "loaded"
     a.kill()
-    until(lambda: not engines.state(path), 30)
+    until(lambda: not engines.state(path))
     assert os.waitpid(pid, 0)[1] == 0 and not os.path.exists(socket_of(path))
 
 

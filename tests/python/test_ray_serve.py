@@ -144,7 +144,7 @@ def test_a_server_that_is_gone_is_passed_by(ray_serve):
 
 def test_a_request_that_ray_holds_back_goes_to_another_server(ray_serve, monkeypatch):
     """The node of the first one is gone, and the router has just heard of it."""
-    monkeypatch.setattr(ray_serve, "SILENT", 0.1)
+    monkeypatch.setattr(ray_serve, "SILENT", 0.5)
     monkeypatch.setattr(ray_serve, "LOOK", 0.02)
     lost, other = Server(0.0, lost=True), Server(1.0)
     assert [a.status for a in ask(ray_serve, [lost, other])] == [200]

@@ -32,7 +32,7 @@ def made(pool):
     """A trainer, PyTorch's stand-in, and the KV cache of an engine beside it."""
     cache, cuda = make(pool), FakeCuda()
     sizes = dict(page_size=64 << 10, most=64 * MIB)
-    lease = Lease(pool, cache.context, cuda, name="trainer", wait=0.2, alloc_wait=0.2, **sizes)
+    lease = Lease(pool, cache.context, cuda, name="trainer", wait=60.0, alloc_wait=60.0, **sizes)
     made = Trainer(lease)
     yield made, cuda, cache
     made.leave()
