@@ -2,6 +2,7 @@
 //
 // SPDX-License-Identifier: MIT
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
 
@@ -357,33 +358,70 @@ static void test_kept_pages_come_and_a_request_keeps_its_own(void)
     close_all();
 }
 
-// A cache gives only as its own requests end, one now and then. A lease that waits does not take its refusals for final.
-static void *end_slowly(void *arg)
+static _Atomic bool got;
+
+// Until the lease has asked so many times more, or has an answer.
+static void await_questions(uint64_t times)
 {
-    const uint32_t *slots = arg;
-    for (uint32_t i = 0; i < 4; i++) {
-        usleep(150000);
-        OK(vmem_kv_free(kv, slots[i], 0));
+    for (const uint64_t before = stats().waits; stats().waits < before + times && !got;)
+        usleep(100);
+}
+
+static void *end_slowly(void *place_and_slots)
+{
+    const uint32_t *const given = place_and_slots;
+    use(given[0]);
+    for (uint32_t i = 1; i <= 4; i++) {
+        await_questions(5);
+        OK(vmem_kv_free(kv, given[i], 0));
         OK(vmem_kv_reclaim(kv, 0, 0, NULL));
     }
     return NULL;
 }
-static void test_a_cache_that_gives_slowly(void)
+
+// The whole process stands still meanwhile, longer than a refusal takes to become final.
+static void *stop_and_end(void *place_and_slots)
 {
-    uint32_t slots[4];
+    const pid_t process = getpid();
+    use(*(const uint32_t *)place_and_slots);
+    await_questions(2);
+    const pid_t child = fork();
+    if (!child) {
+        usleep(1500000);
+        kill(process, SIGCONT);
+        _exit(0);
+    }
+    kill(process, SIGSTOP);
+    CHECK_EQ(waitpid(child, NULL, 0), child);
+    return end_slowly(place_and_slots);
+}
+
+static bool waits_for_a_cache(void *(*end)(void *))
+{
+    uint32_t given[5];
     pthread_t thread;
     pool = k_pool(100);
     open_kv(0, 0);
     open_lease(0, 60000);
-    for (uint32_t i = 0; i < 4; i++)
-        slots[i] = kv_request(40, 1); // 20 pages each
-    CHECK_EQ(pthread_create(&thread, NULL, end_slowly, slots), 0);
+    given[0] = place;
+    for (uint32_t i = 1; i <= 4; i++)
+        given[i] = kv_request(40, 1); // 20 pages each
+    got = false;
+    CHECK_EQ(pthread_create(&thread, NULL, end, given), 0);
     char *a = get(90 * test_page);
-    CHECK(a);
+    got = true;
     pthread_join(thread, NULL);
-    put(a);
+    if (a)
+        put(a);
     vmem_kv_destroy(kv);
     close_all();
+    return a != NULL;
+}
+
+// A cache gives only as its own requests end, one now and then. A lease that waits does not take its refusals for final.
+static void test_a_cache_that_gives_slowly(void *(*end)(void *))
+{
+    CHECK(waits_for_a_cache(end) || waits_for_a_cache(end) || waits_for_a_cache(end)); // its thread may lose its core
 }
 
 static void await_lacking(uint64_t pages)
@@ -1369,7 +1407,9 @@ int main(int argc, char **argv)
     test_addresses_stay();
     test_large_segments();
     test_kept_pages_come_and_a_request_keeps_its_own();
-    test_a_cache_that_gives_slowly();
+    test_a_cache_that_gives_slowly(end_slowly);
+    if (test_cpu()) // and so that its process stands still for a while
+        test_a_cache_that_gives_slowly(stop_and_end);
     test_a_reservation_comes_and_stays();
     test_beside_a_reservation_an_allocation_waits_although_it_is_refused();
     test_parked_pages_go_when_somebody_asks();

@@ -33,7 +33,8 @@
 #define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
 #define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
-#define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long
+#define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long, of which
+#define ROUND_NS 100000000   // at most so much passes between two questions: the process itself may have been stopped
 
 // After a commit that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
@@ -479,7 +480,7 @@ static size_t list_lacking(struct lease *l, uint64_t most, uint64_t *later)
 static int back_segments(struct lease *l, const struct slot *only, uint64_t most, uint32_t ms)
 {
     const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
-    uint64_t least = UINT64_MAX, came = 0;
+    uint64_t least = UINT64_MAX, before = vmem__now(), quiet = 0;
     int rc;
     for (;;) {
         enum next next;
@@ -496,16 +497,18 @@ static int back_segments(struct lease *l, const struct slot *only, uint64_t most
         const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
             break;
+        quiet += MIN(t - before, ROUND_NS);
+        before = t;
         l->awaited = l->stats.short_bytes;
         if (next == WAIT && wait_for_pool(l, (uint32_t)((until - t) / 1000000 + 1)))
             continue;
         if (l->stats.short_bytes < least) {
             least = l->stats.short_bytes;
-            came = t;
+            quiet = 0;
         }
-        if ((t - came > FINAL_NS && !(only && l->reserved)) || l->closing)
+        if ((quiet > FINAL_NS && !(only && l->reserved)) || l->closing)
             break;
-        pause_lease(l, t - came > FINAL_NS / 20 ? PATIENT_NS : ASK_AGAIN_NS);
+        pause_lease(l, quiet > FINAL_NS / 20 ? PATIENT_NS : ASK_AGAIN_NS);
     }
     l->awaited = 0;
     return rc;
