@@ -51,7 +51,7 @@ class ToDevice:
     def __call__(self, to: torch.Tensor, source: torch.Tensor, by_kernel: bool) -> None:
         """Copy uint8[n], a multiple of 8 bytes that begins at one. by_kernel: if there is one."""
         if by_kernel and self._kernel is not None:
-            with contextlib.suppress(torch.OutOfMemoryError):
+            with contextlib.suppress(RuntimeError):  # of Triton or torch: the device is full
                 self._kernel.copy(to.view(torch.int64), source.view(torch.int64))
                 return
         to.copy_(source, non_blocking=True)
