@@ -389,6 +389,8 @@ class PageBudget(BlockBudget):
 
     def before(self) -> None:
         """A step is about to be scheduled."""
+        if self.is_whole():
+            return
         # Pages that running requests and prompts in chunks need next stay, until they have used them.
         if self._obey(self.promised + self._decodes()):
             return
@@ -502,10 +504,14 @@ class PageBudget(BlockBudget):
 
         SGLang begins the first one only if its answer fits, too. While none runs, nothing else would make room for it.
         """
-        short = self._of(requests) - self.num_free() - self.coming
+        most = self.most - self.num_backed
+        if most <= 0:  # nobody is looked at where all memory is there
+            return 0
+        there = self.num_free() + self.coming
+        short = self._of(requests) - there
         if requests and not self._running:
-            short = max(short, self._reserved_for(requests[0]) - self.num_free() - self.coming - self.growable())
-        return max(min(short, self.most - self.num_backed), 0)
+            short = max(short, self._reserved_for(requests[0]) - there - self.growable())
+        return max(min(short, most), 0)
 
 
 def shares(budgets: Sequence[PageBudget], page: Page) -> None:

@@ -314,6 +314,27 @@ def test_a_limit_below_what_runs_retracts_and_the_tokens_stay():
     assert retracted == published
 
 
+def test_a_limit_reaches_an_engine_that_has_all_its_memory():
+    def run():
+        from pyvmem.engine import control
+
+        engine = Engine(model("gqa"), tokens=4096)
+        (budget,), whole = engine.memory.budgets, []
+        budget.ensure(4096)
+
+        def each(engine):
+            whole.append(budget.is_whole())
+            if engine.steps == 5:
+                engine.memory.page[control.LIMIT] = 40 * budget.block_bytes
+
+        engine.run(JOBS[:10], at_once=4, each=each)
+        return engine.tokens(), whole, budget.num_backed, budget.total
+
+    tokens, whole, backed, total = forked(run)
+    assert tokens == plain("gqa", JOBS[:10], tokens=4096)
+    assert all(whole[:5]) and not any(whole[6:]) and backed <= 40 < total
+
+
 def test_a_prompt_in_chunks_goes_on_under_a_limit_that_falls():
     """SGLang does not look again at a prompt that it began in chunks: it would end with 'Prefill out of memory'."""
     rng = random.Random(5)
