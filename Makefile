@@ -119,7 +119,7 @@ test-cross: ## The quick C tests, cross-built for aarch64 and run under qemu-use
 test-tsan: ## C tests under the thread sanitizer
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-tsan
 
-test-shaken: ## C tests whose background threads are delayed at random; SHAKE=2: at every second point (4 minutes)
+test-shaken: ## C tests whose background threads are delayed at random; SHAKE=2: at every second point; SHAKE_MS=700 JOBS=8: any thread, as on a busy machine (4 minutes)
 	$(Q)$(MAKE) --no-print-directory -C tests/c check-shaken
 
 PYTHON_JOBS ?= 2
