@@ -128,8 +128,11 @@ class BlockBudget:
         return most
 
     def is_whole(self) -> bool:
-        """Return whether all blocks are backed, and no limit or pool can take any. Steps need not look after memory."""
-        taken = self.lent or self.page.cells[control.POOL] or self.num_withheld
+        """Return whether all blocks are backed, and no limit or pool can take any. Steps need not look after memory.
+
+        The last step that looked after it has seen no limit either: others still have what it wrote.
+        """
+        taken = self.lent or self.page.cells[control.POOL] or self.num_withheld or self._allowed < self.total
         return not taken and self._limit() >= self.total * self.block_bytes
 
     def allowed(self) -> int:

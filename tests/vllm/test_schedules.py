@@ -139,6 +139,24 @@ def test_the_owners_order_reaches_the_next_step_after_those_that_only_counted(bo
     assert budget.num_backed == (0 if word == "LEND" else 40)
 
 
+def test_a_limit_that_ends_before_a_block_could_leave_is_forgotten(both):
+    """All blocks are in use meanwhile, so that nothing but the limit has changed."""
+    _, vmem = both(kinds=("full",))
+    page, manager = vmem.memory.page, vmem.scheduler.kv_cache_manager
+    vmem.scheduler.add_request(vmem.engine.request("long", [3] * 100, 100))
+    for _ in range(3):
+        vmem.step()
+    held = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
+    told = []
+    for limit in (40 * vmem.memory.budget.block_bytes, control.NO_LIMIT):
+        page[control.LIMIT] = limit
+        vmem.step()
+        told.append(page[control.ALLOWED])
+    assert vmem.scheduler.running and vmem.memory.budget.num_backed == BLOCKS - 1
+    assert told == [40, BLOCKS - 1]
+    manager.block_pool.free_blocks(held)
+
+
 @pytest.mark.parametrize("few", [1, 5, 60])
 def test_a_burst_waits_for_no_memory_where_it_must_evict_anyway(both, few):
     """A few blocks have no memory, and a step, or the requests that wait, need more. vLLM would take cached blocks."""
