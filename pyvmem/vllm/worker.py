@@ -287,19 +287,19 @@ class WorkerMemory(BlockMemory):
         self.blocks.unback(ids, self._fence())
 
     def _poll(self) -> None:
-        finished = 0
+        before = finished = 0
         while not self._stop:
-            self._rest(finished != self._finished)
-            finished = self._finished
+            self._rest(finished != before)
+            before, finished = finished, self._finished
             self._look()
 
     def _rest(self, steps: bool) -> None:
         """Wait until the thread's next look is due: in a pool, when the scheduler gives up, wants or offers blocks.
 
-        steps: whether steps run, which look themselves.
+        steps: whether steps ran before the last look; they look themselves.
         """
         pause = BUSY if steps and not self._pool else POLL
-        control.rest(self._wake, pause, LOOK if self._pool and not steps else pause, self._news)
+        control.rest(self._wake, pause, LOOK if self._pool else pause, self._news)
         self._wake.clear()
 
     def _published(self) -> list[int]:

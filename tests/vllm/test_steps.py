@@ -22,6 +22,7 @@ from pyvmem.engine.settings import Refused
 from pyvmem.vllm import demand, scheduler
 from pyvmem.vllm.budget import KEEP, MOST_LEAVING, PART
 from pyvmem.vllm.waiting import Lookup, Pace, waiting
+from pyvmem.vllm.worker import BUSY, POLL, WorkerMemory
 
 CPU = torch.device("cpu")
 
@@ -1375,3 +1376,17 @@ def test_the_check_sees_a_seeded_fault(engine):
         return e
 
     assert fails_in_a_child(broken)
+
+
+def test_the_workers_thread_leaves_the_looks_to_steps_while_they_run(monkeypatch):
+    memory, pauses = WorkerMemory(control.private_page(), 0), []
+
+    def rest(wake, pause, look, news):
+        pauses.append(pause)
+        memory._finished += len(pauses) in (2, 3)
+        memory._stop = len(pauses) == 6
+
+    monkeypatch.setattr(control, "rest", rest)
+    monkeypatch.setattr(memory, "_look", lambda: None)
+    memory._poll()
+    assert pauses == [POLL] * 2 + [BUSY] * 2 + [POLL] * 2
