@@ -162,7 +162,7 @@ class SchedulerMemory:
         self._whole = False  # whether all blocks were backed before this step, in which requests run
         self._busy = time.monotonic()  # when a step was last scheduled
         self._keeps = chosen.sleep == "keep"  # whether the prefix cache stays while the model sleeps
-        self._stays_paused = False  # whether the user has paused the engine, which sleeps
+        self._stays_paused: bool | None = None  # whether the user had paused the engine before it went to sleep
         self._resets = 0  # resets of the prefix cache that were put off
         self._kept = 0  # the workers' KEPT when the scheduler last went on
         self._prefixes = SchedulerPrefixes(self.budget) if chosen.prefixes else None
@@ -338,10 +338,10 @@ class SchedulerMemory:
         """
         asleep, state = self.page.asleep, self.page.state
         if asked:
-            if state == State.CLOSING:
+            if state == State.CLOSING and self._stays_paused is None:  # another server may order the same sleep again
                 self._stays_paused = paused(scheduler)
             return asked
-        stays, self._stays_paused = self._stays_paused and state in (State.CLOSING, State.WAKING), False
+        stays, self._stays_paused = self._stays_paused and state in (State.CLOSING, State.WAKING), None
         return scheduler.pause_state if asleep or stays else asked
 
     def defers_reset(self, scheduler: Any) -> bool:

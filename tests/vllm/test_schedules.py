@@ -8,6 +8,7 @@ import pytest
 from steps import TOKENS, Clock, Engine, make_scheduler
 
 from pyvmem.engine import control
+from pyvmem.engine.control import State
 from pyvmem.vllm import budget, scheduler, waiting
 
 BLOCKS, PAGE = 400, 64 << 10
@@ -161,6 +162,23 @@ def test_a_limit_that_ends_before_a_block_could_leave_is_forgotten(both):
     assert vmem.scheduler.running and vmem.memory.budget.num_backed == BLOCKS - 1
     assert told == [40, BLOCKS - 1]
     manager.block_pool.free_blocks(held)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "paused by the user"])
+def test_a_sleep_that_two_servers_order_leaves_the_engine_as_it_was(both, before):
+    """One that starts meanwhile becomes the leader, and orders the sleep again that another one has begun."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    _, vmem = both(kinds=("full",))
+    was = PauseState.PAUSED_NEW if before else PauseState.UNPAUSED
+    vmem.scheduler.set_pause_state(was)
+    with vmem.memory.lock:
+        vmem.memory.page[control.STATE] = State.CLOSING
+        for _ in range(2):
+            vmem.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        vmem.memory.page[control.STATE] = State.WAKING
+        vmem.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert vmem.scheduler.pause_state == was
 
 
 @pytest.mark.parametrize("few", [1, 5, 60])
