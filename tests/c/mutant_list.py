@@ -365,7 +365,7 @@ _MUTANTS = [
     ("processes look at the same memory", "backend/host/ask", replace("h->usage < 0", "1"), "test_host_memory"),
     ("who has no turn counts on all", "backend/host/check_memory", replace("h->turn ? 1 : OTHERS", "1"), "test_host_memory"),
     ("a call looks once, however much it takes", "backend/host/allocate_in_parts",
-     replace("h->part && h->part < length - done ? h->part : length - done", "length - done"), "test_host_memory"),
+     replace("h->part < length - done ? h->part : length - done", "length - done"), "test_host_memory"),
     ("an answer about a group holds for all that is left", "backend/host/check_memory",
      replace("h->trusted = used + length + (left - length) / 4", "h->trusted = UINT64_MAX"), "test_host_memory"),
     # many slots

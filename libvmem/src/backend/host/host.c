@@ -74,7 +74,7 @@ struct host {
     int usage;                 // the file with the bytes that the group uses; -1: none
     _Atomic uint64_t trusted;  // the usage up to which the last answer holds
     _Atomic uint64_t small;    // for calls of at most so many bytes
-    uint64_t part;             // bytes that a call may populate after one look at the memory; 0: any
+    uint64_t part;             // bytes that a call may populate after one look at the memory; UINT64_MAX: any
     _Atomic int64_t unasked;   // bytes that may be populated before the system is asked again
     _Atomic uint64_t asked_ms; // when it was asked last, and how much these are
     // Bytes that were to be populated without a check of the available memory, and those that are.
@@ -172,6 +172,7 @@ static int open_(struct vmem__backend *b, const struct vmem_options *opts)
     ballast_take(h);
     h->cgroup = m.cgroup;
     h->usage = *m.usage ? open(m.usage, O_RDONLY | O_CLOEXEC) : -1;
+    h->part = UINT64_MAX;
     b->priv = h;
     b->arena_min = ARENA_MIN;
     b->arena_max = ARENA_MAX;
@@ -390,7 +391,8 @@ static int check_memory(struct host *h, uint64_t length)
     h->unasked = 0; // from here on, no thread begins without a check
     const uint64_t ended = h->ended;
     uint64_t used;
-    h->trusted = h->part = 0;
+    h->trusted = 0;
+    h->part = UINT64_MAX;
     const bool known = h->turn && usage(h, &used); // before the look: what others take meanwhile is not trusted
     if (vmem__host_memory("", &m))
         return 0;
@@ -400,7 +402,7 @@ static int check_memory(struct host *h, uint64_t length)
     const uint64_t stays = own + (h->begun - ended);
     const uint64_t left = (m.available > stays ? m.available - stays : 0) / (h->turn ? 1 : OTHERS);
     h->unasked = left > length ? (int64_t)((left - length) / 4) : 0;
-    h->part = h->usage < 0 ? 0 : own / OTHERS < GRANULE ? GRANULE : own / OTHERS / GRANULE * GRANULE;
+    h->part = h->usage < 0 ? UINT64_MAX : own / OTHERS < GRANULE ? GRANULE : own / OTHERS / GRANULE * GRANULE;
     h->small = own / OTHERS < CREDIT_MOST ? own / OTHERS : CREDIT_MOST;
     if (known && left > length)
         h->trusted = used + length + (left - length) / 4;
@@ -471,7 +473,7 @@ static int allocate_in_parts(struct vmem__backend *b, struct vmem__arena *a, uin
     uint64_t done = 0;
     int rc = 0;
     for (uint64_t n; !rc && done < length; done += rc ? 0 : n) {
-        n = h->part && h->part < length - done ? h->part : length - done;
+        n = h->part < length - done ? h->part : length - done;
         rc = done ? check_memory(h, length - done) : 0;
         if (!rc)
             rc = allocate(b, a, offset + done, n);
