@@ -335,6 +335,8 @@ _MUTANTS = [
     ("one refusal of the driver's keeps a segment", "torch/decommit", replace("if (rc) rc =", "if (0) rc ="), "test_torch"),
     ("a driver's refusal of a moment is a shortage", "torch/commit_pages", never("there >= pages"), "test_torch"),
     ("a refusal is final at once", "torch/back_segments", replace("> FINAL_NS", ">= 0", n=1), "test_torch"),
+    ("a refusal is final after a stop", "torch/back_segments",
+     replace("MIN(t - before, vmem__lease_round_ns)", "t - before"), "test_torch"),
     ("an allocation does not wait for the pool", "torch/commit", never("coming_pages"), "test_torch"),
     ("an unpark that fails leaves segments without pages", "torch/unpark_some",
      replace("if (!rc) revive", "revive"), "test_torch"),

@@ -21,6 +21,7 @@
 #include "core/memory.h"
 #include "driver/kernels.h"
 #include "pool/member.h"
+#include "torch/lease.h"
 #include "vmem_torch.h"
 
 #define SLOT_BYTES (UINT64_C(32) << 20) // the least bytes of a slot. Most segments are of 2 or 20 MiB
@@ -33,8 +34,9 @@
 #define WAIT_MS 10000
 #define ASK_AGAIN_NS 3000000 // a pool repeats its refusal for 2 ms without asking its members
 #define PATIENT_NS 20000000  // between the questions of an allocation that waits although it is refused
-#define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long, of which
-#define ROUND_NS 100000000   // at most so much passes between two questions: the process itself may have been stopped
+#define FINAL_NS 1000000000  // a refusal is final if nothing comes for so long
+
+_Atomic uint64_t vmem__lease_round_ns = 100000000;
 
 // After a commit that was short of memory.
 enum next { GIVE_UP, ASK_AGAIN, WAIT };
@@ -497,7 +499,7 @@ static int back_segments(struct lease *l, const struct slot *only, uint64_t most
         const uint64_t t = vmem__now();
         if (rc != -ENOMEM || next == GIVE_UP || t >= until)
             break;
-        quiet += MIN(t - before, ROUND_NS);
+        quiet += MIN(t - before, vmem__lease_round_ns);
         before = t;
         l->awaited = l->stats.short_bytes;
         if (next == WAIT && wait_for_pool(l, (uint32_t)((until - t) / 1000000 + 1)))
