@@ -5,6 +5,19 @@
 
 // ---- life ------------------------------------------------------------------------------------------------------
 
+#define LARGEST_ARENA (UINT64_C(32) << 20)
+
+// Bytes of an arena. Device memory goes back an arena at a time, and blocks are unbacked in no order of their addresses. So
+// arenas are small: 2 MiB, or what a block that shares no page takes, by fewer calls of the driver, as it goes back whole.
+static uint64_t arena_of(const struct vmem_blocks_config *c)
+{
+    const struct vmem_block_range *r = c->ranges;
+    const bool dense = r->bytes * r->layers == r->block_stride && (r->layers == 1 || r->layer_stride == r->bytes);
+    const bool alone = c->n_ranges == 1 && dense && (r->addr | r->block_stride) % VMEM_PAGE_2M == 0;
+    const uint64_t size = r->block_stride | LARGEST_ARENA;
+    return alone ? size & -size : VMEM_PAGE_2M; // a power of two, so that blocks of 6 MiB get arenas of 2
+}
+
 int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *config, vmem_blocks **out)
 {
     vmem_blocks *b;
@@ -16,9 +29,7 @@ int vmem_blocks_create(vmem_context *ctx, const struct vmem_blocks_config *confi
         vmem__blocks_free(b);
         return vmem__error(-rc, "no thread for the blocks: %s", strerror(rc));
     }
-    // Device memory goes back an arena at a time, and blocks are unbacked in no order of their addresses: keep arenas
-    // small.
-    vmem__limit_arenas(ctx, VMEM_PAGE_2M, true);
+    vmem__limit_arenas(ctx, arena_of(config), true);
     vmem__blocks_publish(b);
     *out = b;
     return 0;
