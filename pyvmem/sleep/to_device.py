@@ -1,9 +1,9 @@
 """Copies of pinned host memory to the device: by the device's copy engine, or by a kernel that reads the host's memory.
 
-While a copy engine is busy, each mapping of the driver takes about a millisecond: a GiB of blocks of 2 MiB came in 542
-instead of 14 ms, and in 30 ms beside a kernel of 8 programs, which copies at 93 % of the engine's rate (H200, driver
-580, stock). A model that wakes has much to map, so the kernel copies. It needs the device to itself: beside kernels of
-other processes, each gets the device in turn.
+While a copy engine is busy, mappings of the driver may take a millisecond each: a GiB of blocks of 2 MiB came in 542
+instead of 14 ms in one run, in 32 instead of 22 ms in another (H200, driver 580, stock). Beside a kernel of 4 programs,
+which copies at 92 % of the engine's rate, it came in 23 ms. A model that wakes has much to map, so the kernel copies.
+It needs the device to itself: beside kernels of other processes, each gets the device in turn.
 
 `weights` calls it; begin with `ToDevice`. The kernel is in `pyvmem.sleep.to_device_kernel`.
 
