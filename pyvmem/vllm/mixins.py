@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,6 +47,24 @@ def _bytes_of_weights(vllm_config: Any) -> int:
         return 0
     workers: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return weight_bytes(model.model, model.revision, load.download_dir) // workers
+
+
+@contextlib.contextmanager
+def _keeping_torchs_cache() -> Iterator[None]:
+    """A block in which nobody empties PyTorch's cache, as vLLM does when it wakes.
+
+    The memory for activations that has just been taken (`Sleeper.wake`) would go. And the driver frees memory only when
+    the device is idle: after the copies of the weights.
+    """
+    modules: tuple[Any, ...] = torch.cuda, torch.accelerator
+    own = [(module, module.empty_cache) for module in modules]
+    for module in modules:
+        module.empty_cache = lambda: None
+    try:
+        yield
+    finally:
+        for module, empty_cache in own:
+            module.empty_cache = empty_cache
 
 
 class WorkerMixin:
@@ -209,7 +228,8 @@ class WorkerMixin:
                     return
             self._vmem_queued, self._vmem_woke = self._vmem_woke, False
             try:
-                super().wake_up(tags)  # type: ignore[misc]
+                with _keeping_torchs_cache():
+                    super().wake_up(tags)  # type: ignore[misc]
             finally:
                 self._vmem_queued = False
 

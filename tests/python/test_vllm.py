@@ -11,6 +11,7 @@ import sys
 import types
 
 import pytest
+import torch
 from kv_caches import run_top
 
 from pyvmem import Context, InvalidArgument, KVPool
@@ -279,6 +280,27 @@ def test_only_a_wake_for_a_server_does_not_wait_for_the_copies_of_the_weights(mi
     assert waits(made.wake_up)
     made._vmem.try_to_wake = lambda: MemoryError("none")
     assert not made.vmem_wake() and waits(made.wake_up)
+
+
+def test_memory_for_activations_stays_when_vllm_empties_torchs_cache_at_a_wake(mixed_in, monkeypatch):
+    """To free it, the driver would also wait for the copies of the weights."""
+    made, told = mixed_in
+    emptied = []
+
+    def fails(self, tags):
+        torch.accelerator.empty_cache()
+        torch.cuda.empty_cache()
+        raise RuntimeError("vLLM cannot wake")
+
+    for module in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(module, "empty_cache", lambda: emptied.append("emptied"))
+    type(made).__mro__[2].wake_up = fails
+    with pytest.raises(RuntimeError, match="cannot wake"):
+        made.wake_up()
+    assert not emptied
+    torch.accelerator.empty_cache()
+    torch.cuda.empty_cache()
+    assert len(emptied) == 2
 
 
 def test_a_neighbour_that_grows_during_a_sleep_ends_no_engine_of_a_pool(mixed_in, monkeypatch):
