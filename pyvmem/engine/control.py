@@ -607,13 +607,6 @@ def others_compute(page: Page, pool: int) -> bool:
                for e, p in engines())  # fmt: skip
 
 
-def others_rest(page: Page, pool: int) -> bool:
-    """Return whether another model of a pool is awake and has no requests, so that it can sleep at once."""
-    name = _engine_name(page)
-    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and e.name != name and pool in p.pools()
-               for e, p in engines())  # fmt: skip
-
-
 def _engine_name(page: Page) -> str:
     place = _place(page.path) if page.path is not None else None
     return place[0] if place else ""

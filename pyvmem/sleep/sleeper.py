@@ -146,12 +146,10 @@ class Sleeper:
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
-            missing, given = self._missing()
-            asks = missing > given
+            missing = self.weights.bytes - self.weights.held - self._pool.free
+            asks = missing > sum(member.could_give for member in self._pool.members() if member.name != self._name)
         if asks:  # others have to sleep
             self._lacks(missing)
-            if control.others_rest(self._page, self._page[control.POOL_OF + self._rank]):
-                asks = not self._is_parked(min(seconds, TRY), waits)
         while True:
             try:
                 self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued)
@@ -167,31 +165,6 @@ class Sleeper:
             waits()
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
-
-    def _missing(self, parked: bool = False) -> tuple[int, int]:
-        """Bytes that the weights lack beyond what the pool has free, and bytes that others could give.
-
-        parked : whether only leases count, which have parked them.
-        """
-        others = [m for m in self._pool.members() if m.name != self._name and (m.gives_first or not parked)]
-        return self.weights.bytes - self.weights.held - self._pool.free, sum(m.could_give for m in others)
-
-    def _is_parked(self, seconds: float, waits: Callable[[], None]) -> bool:
-        """Wait until models that go to sleep have parked what is missing. False: they have not in so many seconds.
-
-        What they have parked comes at once, in large pieces. If the pool was asked before, prefixes of others would go,
-        2 MiB a call of the driver.
-        """
-        end = time.monotonic() + seconds
-        with contextlib.suppress(VmemError):
-            while time.monotonic() < end:
-                missing, given = self._missing(parked=True)
-                if missing <= given:
-                    self._lacks(0)
-                    return True
-                waits()
-                time.sleep(1e-3)
-        return False
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""

@@ -347,36 +347,3 @@ def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_o
             with made.claim(1):
                 pass
             made.weights.close()
-
-
-@pytest.mark.parametrize("others", ["rest", "run"])
-def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_missing(
-    pool, busy, two, monkeypatch, others
-):
-    """Else prefixes of others would go meanwhile. If nobody can sleep at once, it is asked at once."""
-    (own, sleeper), (other, its) = two
-    own[control.PID] = other[control.PID] = os.getpid()
-    other[control.STATE], other[control.RUNNING] = State.AWAKE, others == "run"
-    model, parked, wake = net(20 * MIB), [], sleeper.weights.wake
-    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
-    sleeper._name = "of another process"
-    sleeper.weights.adopt([model])
-    sleeper.park()
-    copied(sleeper)
-    its.weights.adopt([net(24 * MIB)])
-    free(busy, load(busy, 3, pool))
-    until(lambda: sum(m.could_give for m in pool.members()) == 12 * MIB)
-
-    def asks(*how):
-        parked.append(sum(m.could_give for m in pool.members() if m.gives_first))
-        return wake(*how)
-
-    monkeypatch.setattr(sleeper.weights, "wake", asks)
-    wakes = threading.Thread(target=sleeper.wake, args=(3600,))
-    wakes.start()
-    until(lambda: parked if others == "run" else own.short)
-    assert others == "run" or (own.short >= 20 * MIB and not parked)
-    its.park()
-    wakes.join()
-    assert (parked[0] >= 20 * MIB) == (others == "rest") and own.short == 0
-    assert torch.equal(model.words, torch.arange(20 * MIB // 8))
