@@ -26,7 +26,7 @@ from pyvmem.sleep.turns import Action, Model
 
 MANY = 1 << 28  # bytes of weights whose copy tells how fast they come
 TELL = 0.2  # seconds between what a model says of its wait
-TICK, ACTS = 0.02, 0.005  # seconds between looks at the control pages; and while this model sleeps or any one wakes
+TICK, ACTS = 0.02, 0.005  # seconds between looks at the control pages, and while the model falls asleep or wakes
 HANGS = 1.0  # seconds without a sign of life after which a model is not waited for
 TRY = 2000  # milliseconds that one attempt to wake waits for memory
 ANSWER = 15.0  # seconds in which every engine has tried, after the first has failed
@@ -68,8 +68,7 @@ class Leader:
         """Look at the pages for ever."""
         failure, seen = "", (0, 0, False, False, False)
         while True:
-            acts = self.is_acting() or any(p[control.STATE] == State.WAKING for p in self._pages.others)
-            acts = acts or seen[0] == State.WAKING
+            acts = self.is_acting() or seen[0] == State.WAKING
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
                 await asyncio.wait_for(self._admission.news.wait(), ACTS if acts else TICK)
             self._admission.news.clear()
