@@ -132,7 +132,7 @@ class WorkerMixin:
 
     def compile_or_warm_up_model(self) -> Any:
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if self._vmem is not None and self._vmem.weights is not None:
+        if self._vmem_has_weights():
             self._vmem.warmed_up()
             # vLLM collects garbage whenever it goes to sleep, and freezes only the engine core's process.
             gc.collect()
@@ -228,10 +228,13 @@ class WorkerMixin:
                     return
             self._vmem_queued, self._vmem_woke = self._vmem_woke, False
             try:
-                with _keeping_torchs_cache():
+                with _keeping_torchs_cache() if self._vmem_has_weights() else contextlib.nullcontext():
                     super().wake_up(tags)  # type: ignore[misc]
             finally:
                 self._vmem_queued = False
+
+    def _vmem_has_weights(self) -> bool:
+        return self._vmem is not None and self._vmem.weights is not None
 
     def synchronize_device(self) -> None:
         """vLLM waits for the device when it wakes. After `vmem_wake` it need not: the first step runs behind the copies

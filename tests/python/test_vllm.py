@@ -243,7 +243,7 @@ def mixed_in():
         return True
 
     made._vmem = types.SimpleNamespace(falls_asleep=write("sleep begins"), sleep=write("pages go"),
-                                       drop=write("blocks go"), wake=wake)  # fmt: skip
+                                       drop=write("blocks go"), wake=wake, weights=None)  # fmt: skip
     return made, told
 
 
@@ -282,9 +282,11 @@ def test_only_a_wake_for_a_server_does_not_wait_for_the_copies_of_the_weights(mi
     assert not made.vmem_wake() and waits(made.wake_up)
 
 
-def test_memory_for_activations_stays_when_vllm_empties_torchs_cache_at_a_wake(mixed_in, monkeypatch):
-    """To free it, the driver would also wait for the copies of the weights."""
+@pytest.mark.parametrize("pooled", [True, False])
+def test_memory_for_activations_stays_when_vllm_empties_torchs_cache_at_a_wake(mixed_in, monkeypatch, pooled):
+    """To free it, the driver would also wait for the copies of the weights. vLLM's own weights may need the memory."""
     made, told = mixed_in
+    made._vmem.weights = object() if pooled else None
     emptied = []
 
     def fails(self, tags):
@@ -297,7 +299,8 @@ def test_memory_for_activations_stays_when_vllm_empties_torchs_cache_at_a_wake(m
     type(made).__mro__[2].wake_up = fails
     with pytest.raises(RuntimeError, match="cannot wake"):
         made.wake_up()
-    assert not emptied
+    assert len(emptied) == (0 if pooled else 2)
+    emptied.clear()
     torch.accelerator.empty_cache()
     torch.cuda.empty_cache()
     assert len(emptied) == 2
