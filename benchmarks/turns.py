@@ -1,7 +1,12 @@
 """Engines in separate processes with the same settings, which take the same workloads in turns.
 
-All engines stay up. Each workload runs on one after the other, so that changes of the machine over time affect all. The
-others are idle meanwhile. Prompts are token numbers, and decoding is greedy.
+All engines stay up. Each workload runs on one after the other, so that changes of the machine over time affect all, and
+every second turn runs them in the reverse order. The others are idle meanwhile. Prompts are token numbers, and decoding
+is greedy.
+
+The speed of a CPU on a shared machine may change by a third within seconds, and a load that waits for the CPU with it.
+A load that begins with an empty prefix cache is therefore the same in each turn. If all turns of an engine have equally
+many steps, the sum of each step's fastest time is recorded, too.
 
 SPDX-License-Identifier: MIT
 """
@@ -95,6 +100,13 @@ def decode_step(made: list[Request]) -> list[float]:
     return [1e3 * float(np.median(gaps))] if gaps else []
 
 
+def step_times(made: list[Request]) -> list[float]:
+    """The milliseconds of each step, which ends when its tokens come."""
+    ends = sorted({at for r in made for at in r.at})
+    begin = min(r.arrived for r in made)
+    return [round(1e3 * (b - a), 3) for a, b in itertools.pairwise([begin, *ends])]
+
+
 def results(load: Mapping[str, Any], made: list[Request], seconds: float) -> dict[str, Any]:
     """An engine's answer about a workload. `figures` has what becomes a record: {metric: (unit, values)}."""
     figures = {
@@ -105,7 +117,8 @@ def results(load: Mapping[str, Any], made: list[Request], seconds: float) -> dic
     }
     if load.get("decode"):
         figures["decode step"] = "ms", decode_step(made)
-    return dict(seconds=seconds, figures=figures, tokens=[r.tokens for r in made] if load.get("tokens") else None)
+    return dict(seconds=seconds, figures=figures, steps=step_times(made),
+                tokens=[r.tokens for r in made] if load.get("tokens") else None)  # fmt: skip
 
 
 class Turns:
@@ -162,12 +175,16 @@ class Turns:
 
         track: shows the progress of a list.
         """
+        steps: dict[tuple[str, str], list[list[float]]] = {}
         for turn, name in track([(turn, name) for turn in range(self._args.turns + 1) for name in loads]):
-            # Each turn has its own seed; otherwise the prefix cache would have the prompts of the turn before.
-            load = dict(loads[name], seed=loads[name].get("seed", 0) + 1000 * turn, tokens=not turn)
+            load = dict(loads[name], tokens=not turn)
+            if not load.get("forget"):  # the prefix cache would have the prompts of the turn before
+                load["seed"] = load.get("seed", 0) + 1000 * turn
             if not turn:
                 load["batch"] = -(-load["batch"] // self._args.warm_up)
-            answers = {engine: child.ask(load) for engine, child in self.engines.items()}
+            order = list(self.engines)[:: -1 if turn % 2 else 1]
+            asked = {engine: self.engines[engine].ask(load) for engine in order}
+            answers = {engine: asked[engine] for engine in self.engines}
             if not turn:
                 self._compare(name, load, {engine: answer.pop("tokens") for engine, answer in answers.items()})
             said = []
@@ -175,11 +192,19 @@ class Turns:
                 self.write(engine=engine, load=name, turn=turn, **answer)
                 for metric, (unit, values) in answer["figures"].items() if turn else ():
                     self.note(engine, f"{name}: {metric}", unit, *values)
+                if turn and load.get("forget"):
+                    steps.setdefault((engine, name), []).append(answer["steps"])
                 first = ((metric, unit, values) for metric, (unit, values) in answer["figures"].items() if values)
                 said.append(", ".join(f"{metric} {np.median(values):.4g} {unit}"
                                       for metric, unit, values in itertools.islice(first, 2)))  # fmt: skip
             print(f"{name}, turn {turn} of {self._args.turns}: "
                   f"{'; '.join(map(' '.join, zip(self.engines, said)))}", file=sys.stderr, flush=True)  # fmt: skip
+            self._keep(self.records)
+        for (engine, name), turns in steps.items():
+            if len(set(map(len, turns))) == 1:
+                seconds = sum(map(min, zip(*turns))) / 1e3
+                self.note(engine, f"{name}: time of {len(turns[0])} steps, each its fastest", "s", seconds)
+        if steps:
             self._keep(self.records)
 
     def _compare(self, name: str, load: Mapping[str, Any], tokens: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def loads(args: argparse.Namespace) -> Any:
         "decode-short": decode(256, 900),
         "hot": hot,
         "hot-from-nothing": dict(hot, forget=True),
-        "idle": dict(hot, concurrency=96, reset=True),  # kvcached's, for the memory of an idle engine
+        "idle": dict(hot, concurrency=96, forget=True, reset=True),  # kvcached's, for the memory of an idle engine
         "pauses": dict(kind="pauses", prompts=[n for n in PROMPTS if n < longest], pauses=PAUSES, batch=1, seed=11),
     }
     if args.trace:

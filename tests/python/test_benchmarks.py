@@ -105,12 +105,12 @@ class FakeEngine:
     """Answers as an engine's process does. last: the last token of its second request; by default, it counts turns."""
 
     def __init__(self, last=None):
-        self.asked, self.last = [], last
+        self.asked, self.last, self.steps = [], last, []
 
     def ask(self, load):
         self.asked.append(load)
         return dict(figures={"output": ("tokens/s", [100]), "time to first token": ("ms", [500.0, 700.0])},
-                    tokens=[[1, 2], [3, self.last or len(self.asked)]])  # fmt: skip
+                    tokens=[[1, 2], [3, self.last or len(self.asked)]], steps=self.steps.pop(0) if self.steps else [])
 
 
 def in_turns(last=None, keep=lambda _: None, **changes):
@@ -127,6 +127,27 @@ def test_a_wrong_number_of_layers_is_an_error_at_once(model, capsys):
 
 
 DECODE = {"decode": dict(kind="fixed", batch=8)}
+
+
+def test_every_second_turn_asks_the_engines_in_reverse():
+    asked, engines = [], in_turns(turns=3)
+    for name, engine in engines.engines.items():
+        engine.ask = lambda load, ask=engine.ask, name=name: asked.append(name) or ask(load)
+    engines.measure(dict(hot=dict(DECODE["decode"], forget=True)))
+    first, second = vllm.OWN, vllm.ON_VMEM
+    assert asked == [first, second, second, first, first, second, second, first]
+
+
+@pytest.mark.parametrize("forget", [True, False])
+@pytest.mark.parametrize("steps", [[[9, 9], [4, 1, 2], [2, 5, 3]], [[9], [4, 1, 2], [2, 5]]])
+def test_a_load_from_nothing_is_the_same_in_each_turn_and_its_steps_fastest_times_count(forget, steps):
+    engines = in_turns(turns=2)
+    own = engines.engines[vllm.OWN]
+    own.steps = list(steps)
+    engines.measure(dict(hot=dict(DECODE["decode"], forget=forget, seed=5)))
+    assert ({load["seed"] for load in own.asked} == {5}) == forget
+    found = [r.median for r in engines.records if r.metric == "hot: time of 3 steps, each its fastest"]
+    assert found == ([0.005] if forget and len(steps[2]) == 3 else [])
 
 
 @pytest.mark.parametrize("last, same, alike", [(None, 2, 4), (9, 1, 3)])
@@ -166,6 +187,10 @@ def test_an_answer_has_each_first_token_and_each_gap():
     assert found["tokens"] == [[7, 7], [7]] and found["figures"] == {
         "output": ("tokens/s", [1.5]), "time to first token": ("ms", [1000, 500]),
         "time between tokens": ("ms", [2000]), "prompt tokens from the prefix cache": ("", [4])}  # fmt: skip
+
+
+def test_a_step_ends_when_its_tokens_come():
+    assert turns.step_times([request(1, 2, 4), request(2, 2, 4.5)]) == [1000, 2000, 500]
 
 
 def test_a_decode_step_is_one_in_which_every_request_decodes():
