@@ -66,7 +66,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     lengths = ["--trace", trace] if trace else []
     several = [*BENCH[:-1], "benchmarks.models", *lengths, "--out", str(OUT / "models.jsonl"), "--way"]
     models = [(f"models-{way}", 600, [*several, way]) for way in ("vmem", "swap", "static", "kvcached")]
-    hot = [*vllm, "5", *half, "17G", "--load", "hot-from-nothing:800"]
+    nothing = [*vllm, "5", *llama, "--load", "hot-from-nothing:300", "--load", "idle:400", "--load", "hot:300"]
     bursts = [*several, "vmem", "--models", "3", "--at-once", "3", "--max-model-len", "8192", "--part", "bursts",
               "--turns", "8", "--burst", "16", "--burst-prompt", "2000", "--eager"]  # fmt: skip
     room = [*bursts, "--way", "static", "--size", "66G", "--fit", "3"]
@@ -97,7 +97,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
         ("vllm", 600, [*vllm, "4", *llama, *loads]),
         ("vllm-blocks-outermost", 600, outermost),
         ("vllm-pauses", 900, pauses),
-        ("vllm-hot-from-nothing", 500, hot),
+        ("vllm-from-nothing", 600, nothing),
         ("bursts-room", 300, room),
         ("bursts-pool", 300, [*bursts, "--size", "54G", "--idle", "0"]),
         *models,

@@ -109,8 +109,9 @@ class FakeEngine:
 
     def ask(self, load):
         self.asked.append(load)
+        steps = self.steps.pop(0) if self.steps else []
         return dict(figures={"output": ("tokens/s", [100]), "time to first token": ("ms", [500.0, 700.0])},
-                    tokens=[[1, 2], [3, self.last or len(self.asked)]], steps=self.steps.pop(0) if self.steps else [])
+                    tokens=[[1, 2], [3, self.last or len(self.asked)]], steps=steps)  # fmt: skip
 
 
 def in_turns(last=None, keep=lambda _: None, **changes):
