@@ -15,6 +15,7 @@ from pyvmem.vllm.budget import VllmBudget
 from pyvmem.vllm.plan import StepNeed
 from pyvmem.vllm.waiting import Lookup, Wants, waiting
 
+Known = tuple[int, int, "Wants | None"]  # of a request: tokens that are computed, tokens to compute, what it wants
 CHUNK = 512  # tokens of prompts that are worth a step of their own while memory for more is being backed
 
 
@@ -45,7 +46,7 @@ class Demand:
         # A Mamba state is cached where a step ends, and not where prompts differ.
         self._shared = not scheduler.need_mamba_block_aligned_split
         self.decodes = False
-        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `of_step` counts
+        self._beyond = 0  # blocks that vLLM seems to want for the first request beyond those that `_of` counts
 
     def _in_turn(self, wait: list[Any]) -> Iterator[tuple[Any, Wants]]:
         """Yield what waiting requests want if each begins behind those before it, whose prompts it finds in the cache.
@@ -64,18 +65,20 @@ class Demand:
                 wants = wants if there <= wants.computed else self.wants.with_more(wants, request, there)
             yield request, wants
 
-    def _tokens(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """Yield the tokens to compute that are known, in vLLM's order: (request, tokens before, tokens, wants)."""
+    def _known(self, wait: list[Any]) -> list[Known]:
+        """The tokens to compute that are known, in vLLM's order."""
+        known: list[Known] = []
         for request in self._scheduler.running:
             done = request.num_computed_tokens
-            yield request, done, max(request.num_tokens - done, 1), None
+            known.append((done, max(request.num_tokens - done, 1), None))
         for request, wants in self._in_turn(wait):
-            yield request, wants.computed, max(request.num_tokens - wants.computed, 1), wants
+            known.append((wants.computed, max(request.num_tokens - wants.computed, 1), wants))
+        return known
 
-    def _step(self, wait: list[Any]) -> Iterator[tuple[Any, int, int, Wants | None]]:
-        """Yield those that the next step may compute: no more requests run than vLLM's ``max_num_seqs``."""
+    def _step(self, wait: list[Any]) -> list[Known]:
+        """Those that the next step may compute: no more requests run than vLLM's ``max_num_seqs``."""
         most = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
-        return self._tokens(wait[: max(most, 0)])
+        return self._known(wait[: max(most, 0)])
 
     def _blocks(self, done: int, tokens: int, wants: Wants | None) -> int:
         """Blocks for so many tokens of a request behind those that are computed."""
@@ -88,31 +91,31 @@ class Demand:
             blocks += max(-(-(done + tokens) // size) - found, 0)
         return min(blocks, wants.rest)
 
-    def of_step(self, wait: list[Any], left: int) -> tuple[int, int]:
-        """Blocks that the next step, of `left` tokens, takes at most, and those that must be free for all that begin.
+    def _of(self, known: Sequence[Known], left: int) -> tuple[int, int]:
+        """Blocks that these take at most in a step of `left` tokens, and those that must be free for all that begin.
 
         vLLM begins a request only if all its tokens fit, however many of them the step computes.
         """
         need = begins = 0
-        for _, done, tokens, wants in self._step(wait):
+        for done, tokens, wants in known:
             if wants is not None:
                 fits = min(wants.rest + self._beyond, self._budget.least)
                 begins = max(begins, need + fits + self._budget.watermark)
-            need += self._blocks(done, min(tokens, left), wants)
+                need += self._blocks(done, min(tokens, left), wants)
+            elif tokens == 1:  # most of them: it decodes, and seldom begins a block
+                for size in self._sizes:
+                    need += not done % size
+            else:
+                need += self._blocks(done, min(tokens, left), None)
             left -= tokens
             if left <= 0:
                 break
         return min(need, self._budget.low), begins
 
-    def _worthwhile_tokens(self) -> int:
-        """Fewest tokens that are worth a step: those of all decoding requests; if there are none, CHUNK of a prompt."""
-        decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in self._scheduler.running)
-        return decoding * (1 + self._drafts) or CHUNK
-
     def fitting_tokens(self, wait: list[Any], blocks: int) -> int:
         """The most tokens for which so many blocks are enough, in vLLM's order."""
         fitting = 0
-        for _, done, tokens, wants in self._step(wait):
+        for done, tokens, wants in self._step(wait):
             taken = self._blocks(done, tokens, wants)
             if taken > blocks:
                 less = bisect.bisect_right(range(tokens), blocks, key=lambda n: self._blocks(done, n, wants))
@@ -121,11 +124,23 @@ class Demand:
         return fitting
 
     def need(self, wait: list[Any], parts: bool) -> StepNeed:
-        """What the next step may use. parts: whether a request may begin with a part of its prompt."""
-        takes, begins = self.of_step(wait, self._scheduler.max_num_scheduled_tokens)
-        worthwhile = self.of_step(wait, self._worthwhile_tokens())[0] + self.margin if parts else 0
-        running = bool(self._scheduler.running)
-        return StepNeed(takes, begins, worthwhile, running=running, parts=parts, missing=self._missing,
+        """What the next step may use. parts: whether a request may begin with a part of its prompt.
+
+        A step is worth while with the tokens of all decoding requests; if there are none, with CHUNK of a prompt.
+        """
+        known, most = self._step(wait), self._scheduler.max_num_scheduled_tokens
+        running = known[: len(self._scheduler.running)]
+        takes, begins = self._of(known, most)
+        worthwhile = 0
+        if parts:
+            decoding = sum(tokens == 1 for _, tokens, _ in running)
+            worthwhile = self._of(known, decoding * (1 + self._drafts) or CHUNK)[0] + self.margin
+
+        def missing() -> int:
+            lacks = self._of(running, most)[0]
+            return lacks if lacks > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
+
+        return StepNeed(takes, begins, worthwhile, running=bool(running), parts=parts, missing=missing,
                         anyway=lambda evicts, comes: self._take_anyway(wait, evicts, comes))  # fmt: skip
 
     def _take_anyway(self, wait: list[Any], evicts: int, comes: int) -> bool:
@@ -133,17 +148,12 @@ class Demand:
 
         The known tokens of requests that run or wait take them, and none of these requests finds them.
         """
-        known = sum(self._blocks(done, tokens, wants) for _, done, tokens, wants in self._tokens(wait))
+        known = sum(self._blocks(done, tokens, wants) for done, tokens, wants in self._known(wait))
         return evicts <= known - comes and self.wants.found(wait).isdisjoint(self._budget.evicted_next(evicts))
 
     def takes_few(self) -> bool:
         """Return whether enough blocks are spare for whatever the running requests do in the next step."""
         return self._budget.spare >= (self.one_each if self.decodes else self._budget.low)
-
-    def _missing(self) -> int:
-        """Blocks that the running requests take in the next step, if fewer are free, cached ones included; else 0."""
-        need = self.of_step([], self._scheduler.max_num_scheduled_tokens)[0]
-        return need if need > self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 0
 
     def lacking(self, need: int, wait: list[Any]) -> int:
         """Blocks that are lacking: running requests need `need`, and waiting ones all blocks of their known tokens."""
