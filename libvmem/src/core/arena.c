@@ -363,7 +363,10 @@ int vmem__grow(vmem_context *ctx, uint64_t granules, uint32_t align, bool zeroed
     uint64_t size = round_up(granules * GRANULE, BLOCK), eighth = round_up(ctx->arena_bytes / 8, BLOCK);
     const uint64_t most_spare = b->arenas_fit ? 0 : eighth < b->arena_min ? b->arena_min : eighth;
     size = size < most_spare ? most_spare : size;
-    size = size > b->arena_max ? b->arena_max : size;
+    // The last arenas are whole ones. So where each block takes whole arenas, none has parts of two blocks, although an
+    // earlier arena came out smaller for lack of memory: it would go back only with both.
+    if (size > b->arena_max)
+        size = b->arenas_fit && size % b->arena_max ? size % b->arena_max : b->arena_max;
     return new_arena(ctx, size, round_up(align * GRANULE, BLOCK), zeroed);
 }
 
