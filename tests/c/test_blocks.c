@@ -10,6 +10,7 @@
 #include "checked.h"
 #include "kv.h"
 #include "vmem_blocks.h"
+#include "vmem_torch.h"
 
 static vmem_context *ctx;
 static uint64_t base, P;
@@ -518,11 +519,16 @@ static void check_contents(vmem_blocks *b, uint64_t bytes, uint32_t n, bool *sta
 }
 
 // Blocks of several pages of 2 MiB come by few calls of the driver, and a block's memory goes back with it, in whatever
-// order blocks come and go, and whichever calls fail. calls: for each block.
-static void large_blocks_return(uint64_t page, uint64_t bytes, uint32_t layers, uint64_t calls)
+// order blocks come and go, and whichever calls fail. calls: for each block. lease: a lease of the context, too, takes pages
+// of what blocks have given up.
+static void large_blocks_return(uint64_t page, uint64_t bytes, uint32_t layers, uint64_t calls, bool lease)
 {
-    enum { BLOCKS = 40 };
+    enum { BLOCKS = 40, SEGMENTS = 8 };
+    const struct vmem_torch_config cfg = {.size = sizeof cfg};
+    void *segments[SEGMENTS] = {0};
     bool stayed[BLOCKS] = {0};
+    vmem_kv_pool *pool = k_pool(GIB / test_page);
+    uint32_t place;
     vmem_context *mine = ctx;
     const uint64_t mine_base = base, mine_page = P;
     ctx = test_context(0);
@@ -531,19 +537,24 @@ static void large_blocks_return(uint64_t page, uint64_t bytes, uint32_t layers, 
     const struct vmem_block_range range = {base, bytes / layers, bytes, bytes / layers, layers, 0};
     vmem_blocks *b = make(&range, 1, BLOCKS, 0);
     CHECK(!was_refused(&board, order(b, ids, 1)));
-    uint64_t seed = bytes + layers;
+    uint64_t seed = bytes + layers, taken = 0;
     const uint64_t before = test_stats(ctx).syscalls, beside = test_stats(ctx).overhead;
     CHECK(!was_refused(&board, order(b, ids, BLOCKS / 2)));
     if (page == VMEM_PAGE_2M && !strcmp(test_info.backend, "stock")) // CUDA maps each page by itself
         CHECK(test_stats(ctx).syscalls - before <= calls * BLOCKS / 2);
+    if (lease) {
+        OK(vmem_blocks_join(b, pool, "blocks", 0, 0));
+        OK(vmem_torch_open(ctx, pool, &cfg, &place));
+        CHECK_EQ(place % VMEM_TORCH_PLACES, 0);
+    }
     for (uint32_t turn = 0; turn < 30; turn++) {
         uint32_t some[BLOCKS], n = 0;
         for (uint32_t i = 1; i < BLOCKS; i++)
             if (rnd(&seed) % 3 == 0)
                 some[n++] = i;
-        if (turn == 1) // no memory in one piece: it comes in smaller ones, where a page is not a piece anyway
+        if (turn == 1 && !lease) // no memory in one piece: it comes in smaller ones, where a page is not a piece anyway
             fakegpu_fail(1);
-        else if (turn > 15)
+        else if (turn > 15 && !lease) // after a refusal, a pool's members get nothing for a while
             fakegpu_trouble(rnd(&seed), 24);
         if (turn % 2) {
             const bool refused = was_refused(&board, order(b, some, n));
@@ -553,7 +564,14 @@ static void large_blocks_return(uint64_t page, uint64_t bytes, uint32_t layers, 
         }
         OK(vmem_blocks_flush(b));
         fakegpu_fail(0);
-        while (test_stats(ctx).overhead > beside || test_stats(ctx).created != stats(b).backed * bytes) {
+        void **segment = &segments[turn % SEGMENTS];
+        if (*segment)
+            vmem_torch_free_0(*segment, 0, 0, NULL);
+        else
+            taken += lease ? VMEM_PAGE_2M : 0;
+        *segment = lease ? vmem_torch_alloc_0(VMEM_PAGE_2M, 0, NULL) : NULL;
+        CHECK(!lease || *segment);
+        while (test_stats(ctx).overhead > beside || test_stats(ctx).created != stats(b).backed * bytes + taken) {
             if (turn > 15)
                 OK(vmem_trim(ctx, NULL)); // unmaps what the driver has refused to unmap
             sched_yield();
@@ -561,6 +579,11 @@ static void large_blocks_return(uint64_t page, uint64_t bytes, uint32_t layers, 
         check_contents(b, bytes, BLOCKS, stayed);
     }
     vmem_blocks_destroy(b);
+    for (uint32_t i = 0; i < SEGMENTS && lease; i++)
+        vmem_torch_free_0(segments[i], 0, 0, NULL);
+    if (lease)
+        OK(vmem_torch_close(place));
+    vmem_kv_pool_destroy(pool);
     CHECK_EQ(test_stats(ctx).created, 0);
     OK(vMemFree(ctx, base));
     vmem_context_destroy(ctx);
@@ -1051,10 +1074,11 @@ int main(int argc, char **argv)
         events();
         flush_sees_every_fence();
         memory_returns();
-        large_blocks_return(VMEM_PAGE_2M, 4 * VMEM_PAGE_2M, 1, 6);
-        large_blocks_return(VMEM_PAGE_2M, 4 * VMEM_PAGE_2M, 32, 6);
-        large_blocks_return(P, 4 * VMEM_PAGE_2M, 1, 0);
-        large_blocks_return(VMEM_PAGE_2M, 12 * VMEM_PAGE_2M, 4, 18);
+        large_blocks_return(VMEM_PAGE_2M, 4 * VMEM_PAGE_2M, 1, 6, false);
+        large_blocks_return(VMEM_PAGE_2M, 4 * VMEM_PAGE_2M, 32, 6, false);
+        large_blocks_return(P, 4 * VMEM_PAGE_2M, 1, 0, false);
+        large_blocks_return(VMEM_PAGE_2M, 12 * VMEM_PAGE_2M, 4, 18, false);
+        large_blocks_return(VMEM_PAGE_2M, 4 * VMEM_PAGE_2M, 1, 6, true);
         driver_fails();
         driver_fails_at_the_end();
     }

@@ -264,6 +264,15 @@ void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes, bool fit)
     vmem__unlock(ctx);
 }
 
+void vmem__share_arenas(vmem_context *ctx)
+{
+    vmem__lock(ctx);
+    const bool fit = ctx->b.arenas_fit;
+    vmem__unlock(ctx);
+    if (fit)
+        vmem__limit_arenas(ctx, BLOCK, true);
+}
+
 // Between these two, a call has dropped the lock to make an arena or to return one.
 static void begin_move(vmem_context *ctx)
 {
@@ -390,6 +399,8 @@ static bool arena_surplus(vmem_context *ctx, const struct vmem__arena_rec *a)
         return true;
     if (lazy ? a->committed != 0 : is_retained(ctx, a->b.size))
         return false;
+    if (a->b.size > ctx->b.arena_max) // the limit has fallen since
+        return true;
     // Hysteresis: free memory stays while it is small compared with the rest.
     uint64_t stay = (ctx->arena_bytes - a->b.size) / 8;
     stay = stay < ctx->b.arena_min ? ctx->b.arena_min : stay;

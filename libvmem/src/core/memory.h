@@ -82,6 +82,9 @@ static inline int vmem__create_near(vmem_context *ctx, uint64_t page_size, size_
 // the place of unused ones. fit: none has more than the call needs that makes it, so that what calls share is little.
 // Callers run an engine, so from now on no kernel zeroes memory.
 void vmem__limit_arenas(vmem_context *ctx, uint64_t bytes, bool fit);
+// The context's memory passes between callers that give it up in different sizes. An arena that fits what one of them gives
+// up would stay for a page of another's. So arenas that fit have 2 MiB from now on.
+void vmem__share_arenas(vmem_context *ctx);
 // vmem_trim, but what anybody has taken ahead stays (struct vmem__ahead), and with `wanted` what callers wait for.
 void vmem__trim_unused(vmem_context *ctx, bool wanted);
 

@@ -271,12 +271,17 @@ int vmem__pool_join(vmem_kv_pool *pool, const struct vmem__member_ops *ops, void
         *budget = floor_pages(m->entry.has, m);
         vmem__pool_ring(pool);
     }
+    bool shared = false; // a member of another kind has the context, too
+    for (const struct vmem__member *o = pool->members; o; o = o->next)
+        shared |= o->ctx == m->ctx && o->ops != m->ops;
     pthread_mutex_unlock(&pool->lock);
     if (rc) {
         free(m);
         return rc;
     }
     vmem__limit_arenas(m->ctx, ARENA, false);
+    if (shared)
+        vmem__share_arenas(m->ctx);
     *out = m;
     return 0;
 }
