@@ -249,22 +249,26 @@ static void check(void)
     CHECK_EQ(test_stats(ctx).created, pages * P);
 }
 
-static void program(uint32_t operations)
+// large: blocks of 8 MiB, whose memory comes and goes with them.
+static void program(uint32_t operations, bool large)
 {
+    const uint64_t bytes = 8 * MIB, unit = large ? VMEM_PAGE_2M : P; // of budgets
     memset(model, 0, sizeof model);
     last_order = 0;
-    n_blocks = 1 + below(MOST_BLOCKS);
-    n_ranges = 1 + below(MOST_RANGES);
+    n_blocks = 1 + below(large ? 12 : MOST_BLOCKS);
+    n_ranges = large ? 1 : 1 + below(MOST_RANGES);
     next_addr = base;
     for (uint32_t r = 0; r < n_ranges; r++)
         make_range(&ranges[r]);
+    if (large)
+        ranges[0] = (struct vmem_block_range){base, bytes / 4, bytes, bytes / 4, 4, 0};
     CHECK(next_addr <= base + SPACE);
     struct vmem_blocks_config cfg = {.size = sizeof cfg,
                                      .ranges = ranges,
                                      .n_ranges = n_ranges,
                                      .blocks = n_blocks,
                                      .page_size = P,
-                                     .budget = below(2) ? 0 : P * (1 + below(60)),
+                                     .budget = below(2) ? 0 : unit * (1 + below(60)),
                                      .board = &board};
     OK(vmem_blocks_create(ctx, &cfg, &b));
     OK(vmem_blocks_fence(b, &last_fence));
@@ -286,7 +290,7 @@ static void program(uint32_t operations)
             }
             break;
         case 14:
-            OK(vmem_set_budget(ctx, below(2) ? 0 : P * (1 + below(60)))); // the device is full
+            OK(vmem_set_budget(ctx, below(2) ? 0 : unit * (1 + below(60)))); // the device is full
             break;
         case 15: trouble_pause(); check();
         }
@@ -375,12 +379,13 @@ int main(int argc, char **argv)
     OK(vMemReserve(ctx, SPACE, 0, &base));
     kept_by_the_next();
     page_of_another_call();
+    uint32_t large = test_cpu() ? 0 : 8; // programs, before others limit the context's arenas
     for (uint64_t n = first ? strtoull(first, NULL, 0) : 1; steps < most; n++) {
         seed = n;
         const uint32_t operations = 20 + below(200);
         printf("%sprogram %lu", n % 20 ? " " : "\n", (unsigned long)n); // the last one is in the log of a failure
         fflush(stdout);
-        program(operations);
+        program(operations, large && large--);
     }
     printf("\n%ld operations, %ld refused, %ld cancelled\n", steps, refusals, cancels);
     CHECK((refusals && cancels) || most < 1000); // few operations may miss one of them
