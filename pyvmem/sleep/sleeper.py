@@ -146,8 +146,8 @@ class Sleeper:
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
-            missing = self.weights.bytes - self.weights.held - self._pool.free
-            asks = missing > sum(member.could_give for member in self._pool.members() if member.name != self._name)
+            missing, given = self._missing()
+            asks = missing > given
         if asks:  # others have to sleep
             self._lacks(missing)
         while True:
@@ -165,6 +165,13 @@ class Sleeper:
             waits()
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
+
+    def _missing(self) -> tuple[int, int]:
+        """Bytes that the weights lack beyond their budget and the pool's free memory, and that others could give."""
+        members = self._pool.members()
+        unused = sum(m.has - m.held for m in members if m.name == self._name)  # others took less than a whole segment
+        given = sum(m.could_give for m in members if m.name != self._name)
+        return self.weights.bytes - self.weights.held - unused - self._pool.free, given
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""

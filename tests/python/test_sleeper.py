@@ -159,6 +159,22 @@ def test_what_spare_memory_cannot_be_is_said_at_once_and_nothing_else_is(pool, p
     assert all(torch.equal(model.words, torch.arange(MIB)) for model in models)
 
 
+def test_a_segment_of_which_others_took_a_part_is_not_missing_as_a_whole(pool, page, busy, sleeper, monkeypatch):
+    """Its pages go together. Of its budget, others have what they needed, and the rest is still there."""
+    model, said = net(24 * MIB), []
+    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    monkeypatch.setattr(sleeper, "_lacks", said.append)
+    sleeper.weights.adopt([model])
+    for _ in range(3):
+        sleeper.park()
+        copied(sleeper)
+        free(busy, load(busy, 4, pool))  # 16 MiB, of which 12 were free
+        assert not sleeper.weights.held
+        sleeper.wake(3600)
+    assert said == [0] * 3
+    assert torch.equal(model.words, torch.arange(3 * MIB))
+
+
 @pytest.mark.parametrize("fault", [None, OutOfMemory, VmemError])
 def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, sleeper, monkeypatch, fault):
     model, wake, seen = net(8 * MIB), sleeper.weights.wake, []
