@@ -260,6 +260,7 @@ _MUTANTS = [
     ("an owner is not asked to evict", "pool/apply_decisions", drop("ops->evict"), "test_pool_member"),
     ("an old look refuses a question", "pool/answer_questions",
      replace("waits_for_look ? MAX(m->saw_revision, e->looked) :", ""), "test_kv_share"),
+    ("a lease leaves a question to a cache", "pool/unmet_bytes", replace("!first ||", "first || !first ||"), "test_kv_share"),
     ("what a cache keeps goes beside what others have parked", "pool/answer_questions",
      replace(": due_first(pool, &first_gives)", ": 0"), "test_kv_share"),
     ("who holds back has answered", "pool/answer_questions", drop("looked = holds_back"), "test_kv_share"),

@@ -396,6 +396,29 @@ static void test_a_cache_that_has_answered_gives(void)
     end_beside_a_lease(pool, kv);
 }
 
+// What a cache is giving may take it long. A lease that has parked more meanwhile gives as if the cache gave nothing.
+static void test_a_lease_does_not_wait_for_what_a_cache_gives(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = ask_beside_a_lease(&kv);
+    struct vmem__member *m = kv->membership.member;
+    see_it_hold_back(kv, 1);
+    pthread_mutex_lock(&pool->lock);
+    m->entry.gives_first = 1; // now the cache of this process stands for the lease,
+    pthread_mutex_unlock(&pool->lock);
+    lock(F_WRLCK, 0);
+    struct vmem_kv_pool_member cache = table().entries[LEASE]; // and the other member for the cache
+    cache.gives_first = 0;
+    cache.giving = PARKED * test_page;
+    write_row(LEASE, &cache);
+    lock(F_UNLCK, 0);
+    while (table().entries[0].has > (PAGES - PARKED - ASKED) * test_page) {
+        let_the_lease_run();
+        usleep(1000);
+    }
+    end_beside_a_lease(pool, kv);
+}
+
 enum { REFUSES, REFUSES_AFTERWARDS, GIVES_LESS, HAS_ANSWERED, ASKS, IS_SILENT, STOPS, DIES, LEASE_ENDS };
 
 // Whatever becomes of the lease, the cache gives the rest.
@@ -632,6 +655,7 @@ int main(int argc, char **argv)
     test_a_cache_leaves_a_question_to_a_lease();
     test_a_cache_gives_what_a_lease_cannot();
     test_a_cache_that_has_answered_gives();
+    test_a_lease_does_not_wait_for_what_a_cache_gives();
     test_a_cache_gives_if_a_lease_does_not();
     test_who_holds_back_is_not_silent();
     test_a_file_of_another_version();

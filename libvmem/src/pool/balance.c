@@ -155,8 +155,9 @@ static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
     return pool->ran - pool->seen[place].at > vmem__pool_silent_ns;
 }
 
-// The bytes that members need and that neither free budget nor budget being given back covers.
-static uint64_t unmet_bytes(const vmem_kv_pool *pool)
+// The bytes that members need and that neither free budget nor budget being given back covers. first: what counts as being
+// given is what members give that give first, as the others take longer and may hold what is dear.
+static uint64_t unmet_bytes(const vmem_kv_pool *pool, bool first)
 {
     uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
     for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++) {
@@ -164,7 +165,7 @@ static uint64_t unmet_bytes(const vmem_kv_pool *pool)
         if (!e->size || has_timed_out(pool, i))
             continue;
         needs = sat_add(needs, e->needs);
-        coming = sat_add(coming, e->giving);
+        coming = sat_add(coming, !first || e->gives_first ? e->giving : 0);
     }
     return sat_sub(needs, coming);
 }
@@ -247,7 +248,7 @@ static uint64_t due_first(const vmem_kv_pool *pool, bool *giving)
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *e = &m->entry;
-    const uint64_t unmet = sat_sub(unmet_bytes(pool), e->needs);
+    const uint64_t unmet = sat_sub(unmet_bytes(pool, e->gives_first), e->needs);
     // A member that waits for memory itself gives none. A refused member gives: it may have stopped trying.
     const bool waits = e->needs && e->answer != VMEM_KV_REFUSED;
     const uint64_t could = waits || m->leaving ? 0 : sat_sub(e->could_give, e->giving);
