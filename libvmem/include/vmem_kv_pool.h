@@ -100,9 +100,12 @@ struct vmem_kv_pool_info {
     uint32_t members;  // of all processes
     uint64_t budget;   // bytes
     uint64_t free;     // bytes of it that no member has
-    uint64_t revision; // of the last question
+    uint64_t revision; // of the last question, or look
 };
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out);
+// Has every member look at itself now, and waits at most `ms` for it. Else what get_members says that one could give may
+// be 200 ms old. A member whose process does not answer in time keeps the entry that it wrote last.
+int vmem_kv_pool_look(vmem_kv_pool *pool, uint32_t ms);
 // Describes all members at one moment. out: VMEM_KV_POOL_MEMBERS structures, of which the first *found are filled.
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found);
 

@@ -135,6 +135,16 @@ class KVPool(_Owned):
         _check(lib.vmem_kv_pool_get_members(self._use(), ffi.new("struct vmem_kv_pool_member *[]", raw), found))
         return [pool_member(member) for member in raw[: found[0]]]
 
+    def look(self, seconds: float) -> None:
+        """Have every member look at itself now. Else what `members` says that one could give may be 0.2 s old.
+
+        Parameters
+        ----------
+        seconds : float
+            At most so long, up to 1,000,000, for processes that do not answer.
+        """
+        _check(lib.vmem_kv_pool_look(self._use(), _ms(seconds)))
+
     def _member(self, cache: Member) -> Any:
         """The C pointer of a cache, which must be a member of this pool."""
         if not hasattr(cache, "_use") or not hasattr(cache, "options"):
@@ -182,10 +192,8 @@ class KVPool(_Owned):
         {"applied", "deferred", "refused", "unasked"}
             "deferred": the time is over.
         """
-        if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
-            raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")
         answer = ffi.new("uint32_t *")
-        _check(lib.vmem_kv_pool_wait(self._member(cache), round(float(seconds) * 1000), answer))
+        _check(lib.vmem_kv_pool_wait(self._member(cache), _ms(seconds), answer))
         return ANSWERS[answer[0]]
 
 
@@ -229,6 +237,12 @@ class Hold(_Owned):
         wanted = ffi.new("uint64_t *")
         _check(lib.vmem_kv_hold_offer(self._use(), bytes, wanted))
         return int(wanted[0])
+
+
+def _ms(seconds: float) -> int:
+    if not isinstance(seconds, Real) or not 0 <= seconds <= 1e6:
+        raise ValueError(f"seconds must be a number between 0 and 1000000, not {shown(seconds)}")
+    return round(float(seconds) * 1000)
 
 
 def _named(name: str) -> str:

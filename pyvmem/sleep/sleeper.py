@@ -31,6 +31,7 @@ from pyvmem.sleep.weights import LOAD_WAIT, Weights
 LOOK = 0.02  # seconds between looks at what a model that is loaded lacks
 STARTS = 600.0  # seconds for which others wait for an engine that starts
 BESIDE = 8  # an engine that starts beside another one leaves one part in so many of the pool free
+ANSWER = 0.02  # seconds in which the members of the pool say what they could give
 TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
 TELL = 0.01  # seconds after which it is published again: no further model sleeps for what has come meanwhile
 
@@ -146,6 +147,8 @@ class Sleeper:
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
+            if self._missing()[0] > 0:
+                self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
             missing, given = self._missing()
             asks = missing > given
         if asks:  # others have to sleep

@@ -121,8 +121,30 @@ static void see_replies(struct vmem__member *m)
     }
 }
 
-// The pool's thread looks at a cache whose request needs everything, and then waits for the file. Meanwhile the request
-// ends, and a question comes. What the thread saw is no reason to refuse it.
+// The pool's thread looks at a cache whose request needs everything, and then waits for the file, which this call has
+// locked. Meanwhile the request ends.
+static void fill_until_the_thread_is_at_the_file(vmem_kv *kv)
+{
+    const vmem_kv_pool *pool = kv->membership.member->pool;
+    uint32_t slot;
+    int32_t lengths[2] = {0};
+    OK(k_alloc(kv, 0, &slot));
+    lengths[slot] = ROWS;
+    while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
+        usleep(100);
+    while (could_give(kv)) {
+        vmem__pool_ring(pool);
+        usleep(100);
+    }
+    lock(F_WRLCK, 0);
+    set_could_give(kv, test_page);
+    vmem__pool_ring(pool);
+    while (could_give(kv))
+        usleep(100);
+    OK(vmem_kv_free(kv, slot, 0));
+}
+
+// What the thread has seen before a question comes is no reason to refuse it.
 static void test_an_old_look_refuses_no_question(void)
 {
     vmem_kv *kv;
@@ -131,22 +153,7 @@ static void test_an_old_look_refuses_no_question(void)
     see_replies(kv->membership.member);
     lock(F_WRLCK, 1 + OTHER); // it lives
     for (int i = 0; i < 20; i++) {
-        uint32_t slot;
-        int32_t lengths[2] = {0};
-        OK(k_alloc(kv, 0, &slot));
-        lengths[slot] = ROWS;
-        while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
-            usleep(100);
-        while (could_give(kv)) {
-            vmem__pool_ring(pool);
-            usleep(100);
-        }
-        lock(F_WRLCK, 0);
-        set_could_give(kv, test_page);
-        vmem__pool_ring(pool);
-        while (could_give(kv)) // until the thread has looked, and is at the file's lock
-            usleep(100);
-        OK(vmem_kv_free(kv, slot, 0));
+        fill_until_the_thread_is_at_the_file(kv);
         question = ask(PAGES);
         lock(F_UNLCK, 0);
         vmem__pool_ring(pool);
@@ -159,6 +166,62 @@ static void test_an_old_look_refuses_no_question(void)
         lock(F_UNLCK, 0);
     }
     lock(F_UNLCK, 1 + OTHER);
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+    close(file);
+}
+
+// The same, but nobody needs anything. The answer says what the cache could give when it was asked, not before.
+static void test_an_old_look_is_no_answer(void)
+{
+    vmem_kv *kv;
+    vmem_kv_pool *pool = join(&kv);
+    for (int i = 0; i < 20; i++) {
+        fill_until_the_thread_is_at_the_file(kv);
+        struct pool_table t = table();
+        t.head.revision++;
+        CHECK(pwrite(file, &t.head, sizeof t.head, 0) == sizeof t.head);
+        lock(F_UNLCK, 0);
+        do {
+            usleep(100);
+            lock(F_WRLCK, 0);
+            t.entries[0] = table().entries[0];
+            lock(F_UNLCK, 0);
+        } while (t.entries[0].looked < t.head.revision);
+        CHECK_EQ(t.entries[0].could_give, PAGES * test_page);
+    }
+    vmem_kv_destroy(kv);
+    vmem_kv_pool_destroy(pool);
+    close(file);
+}
+
+// A call has the caches of all processes say at once what they could give. It waits for no process for ever.
+static void test_members_look_at_themselves_for_a_call(void)
+{
+    vmem_kv *kv;
+    const struct vmem_kv_pool_config cfg = {.size = sizeof cfg, .path = path};
+    vmem_kv_pool *pool = join(&kv), *other;
+    OK(vmem_kv_pool_create(&cfg, &other));
+    for (int i = 0; i < 20; i++) {
+        uint32_t slot;
+        int32_t lengths[2] = {0};
+        OK(k_alloc(kv, 0, &slot));
+        lengths[slot] = ROWS;
+        while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
+            usleep(100);
+        OK(vmem_kv_pool_look(other, 600000));
+        CHECK_EQ(k_pool_row(other, "a").could_give, 0);
+        OK(vmem_kv_free(kv, slot, 0));
+        OK(vmem_kv_pool_look(i % 2 ? pool : other, 600000));
+        CHECK_EQ(k_pool_row(i % 2 ? pool : other, "a").could_give, PAGES * test_page);
+    }
+    lock(F_WRLCK, 1 + OTHER); // a process that does not answer
+    lock(F_WRLCK, 0);
+    ask(0);
+    lock(F_UNLCK, 0);
+    OK(vmem_kv_pool_look(other, 20));
+    lock(F_UNLCK, 1 + OTHER);
+    vmem_kv_pool_destroy(other);
     vmem_kv_destroy(kv);
     vmem_kv_pool_destroy(pool);
     close(file);
@@ -650,6 +713,8 @@ int main(int argc, char **argv)
     CHECK(file >= 0);
     close(file);
     test_an_old_look_refuses_no_question();
+    test_an_old_look_is_no_answer();
+    test_members_look_at_themselves_for_a_call();
     test_changes_are_published();
     test_budget_to_spare_is_what_nobody_waits_for();
     test_a_cache_leaves_a_question_to_a_lease();

@@ -162,6 +162,7 @@ def test_what_spare_memory_cannot_be_is_said_at_once_and_nothing_else_is(pool, p
 def test_a_segment_of_which_others_took_a_part_is_not_missing_as_a_whole(pool, page, busy, sleeper, monkeypatch):
     """Its pages go together. Of its budget, others have what they needed, and the rest is still there."""
     model, said = net(24 * MIB), []
+    monkeypatch.setattr("pyvmem.sleep.sleeper.ANSWER", 3600)
     monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
     monkeypatch.setattr(sleeper, "_lacks", said.append)
     sleeper.weights.adopt([model])
@@ -171,6 +172,27 @@ def test_a_segment_of_which_others_took_a_part_is_not_missing_as_a_whole(pool, p
         free(busy, load(busy, 4, pool))  # 16 MiB, of which 12 were free
         assert not sleeper.weights.held
         sleeper.wake(3600)
+    assert said == [0] * 3
+    assert torch.equal(model.words, torch.arange(3 * MIB))
+
+
+def test_what_requests_of_another_process_have_just_left_puts_no_model_to_sleep(tmp_path, page, monkeypatch):
+    """The pool's file says it up to 0.2 s later, unless somebody asks."""
+    monkeypatch.setattr("pyvmem.sleep.sleeper.ANSWER", 3600)
+    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    path, model, said = tmp_path / "pool", net(24 * MIB), []
+    with KVPool(36 * MIB, path=path) as pool, KVPool(path=path) as elsewhere:
+        sleeper = Sleeper(page, 0, CHOSEN, pool, torch.device("cpu"))
+        monkeypatch.setattr(sleeper, "_lacks", said.append)
+        sleeper.weights.adopt([model])
+        with make(elsewhere, context=pyvmem.Context("host")) as cache:
+            for _ in range(3):
+                sleeper.park()
+                copied(sleeper)
+                slots = load(cache, 8, elsewhere)  # 32 of 36 MiB
+                free(cache, slots)
+                sleeper.wake(3600)
+        sleeper.weights.close()
     assert said == [0] * 3
     assert torch.equal(model.words, torch.arange(3 * MIB))
 

@@ -241,9 +241,9 @@ static uint64_t due_first(const vmem_kv_pool *pool, bool *giving)
     return bytes;
 }
 
-// Decides how much a member gives, and records its reply; apply_decisions() carries it out. A member refuses only
-// questions that are older than the thread's look at it, because requests may have begun or ended since. Nor does it
-// answer one that it leaves to members which give first: should they give less, the rest is still its own to give.
+// Decides how much a member gives, and records its reply; apply_decisions() carries it out. A member that gives nothing
+// answers only questions that are older than the thread's look at it, because requests may have begun or ended since: it
+// refuses them, or its entry says what it could give. Nor does it answer one that it leaves to members which give first: should they give less, the rest is still its own to give.
 // Returns true if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
@@ -257,7 +257,7 @@ static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
     const uint64_t first = e->gives_first || e->looked == revision ? 0 : due_first(pool, &first_gives);
     const uint64_t bytes = MIN(sat_sub(unmet, first), could);
     const bool holds_back = bytes < could && (first_gives || (unmet && first));
-    const bool waits_for_look = !m->leaving && (m->releasing || (unmet && !bytes));
+    const bool waits_for_look = !m->leaving && (m->releasing || !bytes);
     uint64_t looked = waits_for_look ? MAX(m->saw_revision, e->looked) : revision;
     looked = holds_back ? e->looked : looked;
     const bool asked = e->looked < looked;

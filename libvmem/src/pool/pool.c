@@ -10,6 +10,7 @@
 #include "pool/pool.h"
 
 #define ARENA (UINT64_C(256) << 20) // small arenas, since device memory goes back a whole arena at a time
+#define PAUSE_NS 200000             // between two reads of the table by a call that waits for the members' looks
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +371,9 @@ uint32_t vmem__pool_wait(struct vmem__member *m, uint32_t ms)
 
 // ---- the pool as others see it -----------------------------------------------------------------------------------
 
-static int lock_and_refresh(vmem_kv_pool *pool)
+// revision, if it is not NULL: of a question for nothing, which this call asks if it is 0. All members look at themselves
+// before they answer it, and their answers take their whole entries along.
+static int lock_and_refresh(vmem_kv_pool *pool, uint64_t *revision)
 {
     if (!pool)
         return vmem__error(-EINVAL, "pool is NULL");
@@ -378,19 +381,23 @@ static int lock_and_refresh(vmem_kv_pool *pool)
         return vmem__error(-EPERM, "this pool belongs to process %d, which forked", (int)pool->pid);
     pthread_mutex_lock(&pool->lock);
     int rc = vmem__table_begin(pool, POOL_CALL_US);
-    if (!rc) {
-        vmem__table_reap(pool);
-        vmem__table_end(pool);
-    } else {
+    if (rc) {
         pthread_mutex_unlock(&pool->lock);
+        return rc;
     }
-    return rc;
+    vmem__table_reap(pool);
+    if (revision && !*revision) {
+        *revision = ++pool->table.head.revision;
+        vmem__pool_ring(pool);
+    }
+    vmem__table_end(pool);
+    return 0;
 }
 
 int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
 {
     struct vmem_kv_pool_info info = {0};
-    int rc = lock_and_refresh(pool);
+    int rc = lock_and_refresh(pool, NULL);
     if (rc)
         return rc;
     uint64_t taken = 0;
@@ -405,12 +412,30 @@ int vmem_kv_pool_query(vmem_kv_pool *pool, struct vmem_kv_pool_info *out)
     return vmem__struct_give(out, &info, sizeof info, "out");
 }
 
+int vmem_kv_pool_look(vmem_kv_pool *pool, uint32_t ms)
+{
+    const uint64_t until = vmem__now() + ms * UINT64_C(1000000);
+    uint64_t revision = 0;
+    for (;;) {
+        const int rc = lock_and_refresh(pool, &revision);
+        if (rc)
+            return rc;
+        bool looked = true;
+        for (uint32_t i = 0; i < VMEM_KV_POOL_MEMBERS; i++)
+            looked &= !pool->table.entries[i].size || pool->table.entries[i].looked >= revision;
+        pthread_mutex_unlock(&pool->lock);
+        if (looked || vmem__now() >= until)
+            return 0;
+        nanosleep(&(struct timespec){.tv_nsec = PAUSE_NS}, NULL);
+    }
+}
+
 int vmem_kv_pool_get_members(vmem_kv_pool *pool, struct vmem_kv_pool_member *const *out, uint32_t *found)
 {
     struct vmem_kv_pool_member entries[VMEM_KV_POOL_MEMBERS];
     if (!out || !found)
         return vmem__error(-EINVAL, "out and found must not be NULL");
-    int rc = lock_and_refresh(pool);
+    int rc = lock_and_refresh(pool, NULL);
     if (rc)
         return rc;
     memcpy(entries, pool->table.entries, sizeof entries);
