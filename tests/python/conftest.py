@@ -5,6 +5,7 @@ backends, and they must work then. If the host is not among them, only tests run
 SPDX-License-Identifier: MIT
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -42,6 +43,8 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if not any(name in item.nodeid for name in BACKENDS)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+    gc.collect()
+    gc.freeze()  # a test's collection goes through its own objects, not through all of torch's and transformers'
 
 
 @pytest.fixture(params=BACKENDS)
