@@ -21,7 +21,8 @@ import source
 from insert import InsertError, diff, patched
 from tree import HERE, kbuild_environment, prepare, unversioned
 
-_STAMP = ".vmem-kernel"
+STAMP = ".vmem-made-of"
+QUICK = ("KCFLAGS=-g0", "CONFIG_DEBUG_INFO_BTF_MODULES=")  # without debug information
 
 
 @contextlib.contextmanager
@@ -39,23 +40,28 @@ def _locked(tree):
         yield
 
 
+def made_of(src, kernel):
+    """What the stamp of a tree says: one of another driver's tree, or begun for another kernel, is not gone on with."""
+    return f"{kernel} {Path(src).resolve()}"
+
+
 def build(src, release, kernel, args):
     """Prepare the tree, build the module in it, return the module's path."""
-    tree = Path(args.out).resolve() / f"{release}-{args.type}"
+    tree = Path(args.out).resolve() / f"{release}-{args.type}{'-checked' if args.check else ''}"
     with _locked(tree):
         return _build(src, release, kernel, args, tree)
 
 
 def _build(src, release, kernel, args, tree):
-    stamp = tree / _STAMP
-    if tree.exists() and (not stamp.is_file() or stamp.read_text() != kernel):
-        shutil.rmtree(tree)  # built, or begun, for another kernel
+    stamp = tree / STAMP
+    if tree.exists() and (not stamp.is_file() or stamp.read_text() != made_of(src, kernel)):
+        shutil.rmtree(tree)
     try:
         prepare(src, tree)
     except InsertError:
         shutil.rmtree(tree)  # made by other hooks than today's
         prepare(src, tree)
-    stamp.write_text(kernel)
+    stamp.write_text(made_of(src, kernel))
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     command = ["make", jobs, "-f", "vmem.mk", f"KERNEL_UNAME={kernel}", f"UVM_BUILD_TYPE={args.type}"]
     if args.symvers:
@@ -63,7 +69,7 @@ def _build(src, release, kernel, args, tree):
     if args.check:
         for path in (tree / "nvidia-uvm" / "uvm_ext").glob("*.o"):
             path.unlink()  # the checker runs where the compiler does
-        command += ["C=1", f"CHECK={HERE / 'sparse-ours.sh'}"]
+        command += ["C=1", f"CHECK={HERE / 'sparse-ours.sh'}", *QUICK]
     log = tree / "build.log"
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -14,6 +14,7 @@ from kernel import CACHE, HERE, TOP, Missing, Unavailable, digest, say
 sys.path.insert(0, str(TOP / "kernel-open"))
 import source as nvidia_source  # noqa: E402
 import tree as nvidia_tree  # noqa: E402
+from build import QUICK, STAMP, made_of  # noqa: E402
 from insert import InsertError  # noqa: E402
 
 RELEASES = ("550.163.01", "535.261.03")
@@ -120,8 +121,7 @@ def _strip(module):
 def _compile(tree, kernel, uvm_type, symvers):
     _make(["-f", "vmem.mk", f"KERNEL_UNAME={kernel.release}", f"OUTPUT={kernel.output}", f"SOURCES={kernel.source}",
            f"UVM_BUILD_TYPE={uvm_type}", f"KBUILD_EXTRA_SYMBOLS={symvers}",
-           # without debug information, which the guest has no room for: and the build is quicker
-           "KCFLAGS=-g0", "CONFIG_DEBUG_INFO_BTF_MODULES="], tree, tree / "build.log",
+           *QUICK], tree, tree / "build.log",  # the guest has no room for debug information
           f"building nvidia-uvm.ko in {tree}")  # fmt: skip
     return tree / "nvidia-uvm.ko"
 
@@ -130,6 +130,9 @@ def uvm_tree(src, release, variant, kernel, uvm_type="release"):
     """Prepare (or bring up to date) the build tree of one nvidia-uvm.ko; returns its folder."""
     tree = CACHE / "modules" / f"tree-{variant}-{release}-{uvm_type}-{digest(source_key(src), kernel.key)}"
     if variant == "patched":
+        checked = TOP / "build" / "module" / f"{release}-{uvm_type}-checked"  # of `make test-module`: the same objects
+        if (checked / STAMP).is_file() and (checked / STAMP).read_text() == made_of(src, kernel.release):
+            tree = checked
         for attempt in (0, 1):
             try:
                 nvidia_tree.prepare(src, tree)
