@@ -73,13 +73,17 @@ venv: $(VENV)/.ready build/libbench.so ## Build the Python extension and install
 
 check: lint test-uvm-ext test-fast ## Format, style, types and the quick tests, for use before each commit; no root (1 minute)
 
-test: ## `check`, and every test that needs no GPU; lists what was not run, and why, and fails if .ci/not_run.txt does not (20 minutes)
+test: ## `check`, and every test that needs no GPU; lists what was not run, and why, and fails if .ci/not_run.txt does not (25 minutes)
 	$(Q)$(MAKE) --no-print-directory -j$(CPUS) lib
 	$(Q)JOBS=$(CPUS) $(PYTHON) .ci/not_run.py $(MAKE) --no-print-directory all-tests
 CPUS := $(shell nproc)
-.PHONY: all-tests
-# The tests of `check` are part of the others.
-all-tests: lint test-uvm-ext test-c test-asan test-python test-triton test-python-fake test-module test-vm-quick test-vllm-quick
+.PHONY: all-tests tests-before tests-after
+# The tests of `check` are part of the others. Those of Python take all processors. What comes before and after them runs
+# side by side, on one processor each: downloads, and programs that wait, leave theirs to another.
+all-tests: tests-before test-python tests-after
+tests-before: ; $(Q)JOBS=1 $(MAKE) --no-print-directory -j$(CPUS) -Otarget lint test-uvm-ext test-c test-asan
+tests-after: ; $(Q)$(MAKE) --no-print-directory -j$(CPUS) -Otarget PYTHON_JOBS=1 test-vllm-quick test-module test-vm-quick test-python-fake test-triton
+test-vm-quick: | $(filter test-module,$(MAKECMDGOALS)) # whose objects it takes
 
 # C and Python tests that take a second or less and start no further process.
 FAST_C := abi_stock access blocks busy commit context create host_memory kv_races kv_sharing kv_wait map ownership release \
@@ -126,16 +130,17 @@ PYTHON_JOBS ?= 2
 test-python: lib venv ## Python tests, on every backend that works on this machine
 	$(Q).ci/need cmake=cmake pkg-config=pkg-config c++=g++ || true # tests that need them are skipped without them
 	$(Q)OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(PYTHON_JOBS) --dist worksteal tests/python --ignore=tests/python/gpu \
-	    --ignore=tests/python/test_selftest.py # which test-python-fake runs
+	    --ignore=tests/python/test_selftest.py $(INTERPRETED:%=--deselect=%) # which test-python-fake and test-triton run
 
-# torch's builds for CPUs bring no Triton, those of PyPI do. The tests without it are those of test-python.
+# torch's builds for CPUs bring no Triton, those of PyPI do.
 TRITON = triton==3.7.1
+INTERPRETED = tests/python/test_attention.py::test_triton_in_its_interpreter \
+    $(foreach file,sums to_device,tests/python/test_$(file).py::test_the_kernel_in_tritons_interpreter)
 test-triton: venv ## The tests of Triton's kernels, in its interpreter on the CPU; none may be skipped
 	$(Q)$(PY) -c 'import triton' 2>/dev/null || [ -f build/triton/.ready ] || { \
 	    $(PY) -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/triton $(TRITON) && touch build/triton/.ready; } || true
 	$(Q)if $(PY) -c 'import triton' 2>/dev/null || [ -f build/triton/.ready ]; then \
-	    PYTHONPATH=$(CURDIR)/build/triton $(PY) .ci/not_run.py --none $(PY) -m pytest -q tests/python/test_attention.py \
-	        tests/python/test_sums.py tests/python/test_to_device.py -k "interpreter or own_rows"; \
+	    PYTHONPATH=$(CURDIR)/build/triton $(PY) .ci/not_run.py --none $(PY) -m pytest -q $(INTERPRETED); \
 	else echo "skipped: the registry does not give $(TRITON)"; fi
 
 TRANSFORMERS_RELEASES = 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
