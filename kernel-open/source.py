@@ -2,6 +2,8 @@
 """Where NVIDIA's source and the kernel's headers come from: what the system has, else Debian's packages."""
 
 import argparse
+import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -111,7 +113,17 @@ def nvidia(src=None, want=None, cache="build/nvidia", root="/"):
     unpacked = [found for found in unpacked if _matches(found[1], want)]
     if unpacked and want:
         return unpacked[-1]
-    return _fetch_debian(want, Path(cache))
+    with _alone(Path(cache)):
+        return _fetch_debian(want, Path(cache))
+
+
+@contextlib.contextmanager
+def _alone(cache):
+    """Wait until no other command fetches into this folder: one `make` builds for two releases at a time."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _apt(folder, *args, tool="apt-get", **kwargs):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Building and installing: where the source is found, the prepared tree, and the DKMS package made of it."""
 
+import concurrent.futures
 import os
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 from test_kernel_open_insert import KERNEL_OPEN, snapshot, vendor_tree
@@ -164,6 +166,24 @@ def test_a_second_build_stays_out_of_the_tree_of_the_first(tmp_path):
             pass
     with build._locked(tree):
         pass
+
+
+def test_two_commands_do_not_fetch_at_once(tmp_path, monkeypatch):
+    """One make builds for two releases side by side, and apt-get locks its lists."""
+    begun, overlaps = [], []
+
+    def fetch(want, cache):
+        overlaps.append(len(begun))
+        begun.append(want)
+        time.sleep(0.05)
+        begun.remove(want)
+        return cache / want, want
+
+    monkeypatch.setattr(source, "_fetch_debian", fetch)
+    where = dict(cache=tmp_path / "nvidia", root=tmp_path)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda want: source.nvidia(want=want, **where), ("535", "550", "545")))
+    assert [release for _, release in found] == ["535", "550", "545"] and overlaps == [0, 0, 0]
 
 
 # ---- the prepared tree --------------------------------------------------------------------------------------
