@@ -121,17 +121,24 @@ static void see_replies(struct vmem__member *m)
     }
 }
 
-// The pool's thread looks at a cache whose request needs everything, and then waits for the file, which this call has
-// locked. Meanwhile the request ends.
-static void fill_until_the_thread_is_at_the_file(vmem_kv *kv)
+// A request that needs everything: its slot.
+static uint32_t fill(vmem_kv *kv)
 {
-    const vmem_kv_pool *pool = kv->membership.member->pool;
     uint32_t slot;
     int32_t lengths[2] = {0};
     OK(k_alloc(kv, 0, &slot));
     lengths[slot] = ROWS;
     while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
         usleep(100);
+    return slot;
+}
+
+// The pool's thread looks at a cache whose request needs everything, and then waits for the file, which this call has
+// locked. Meanwhile the request ends.
+static void fill_until_the_thread_is_at_the_file(vmem_kv *kv)
+{
+    const vmem_kv_pool *pool = kv->membership.member->pool;
+    const uint32_t slot = fill(kv);
     while (could_give(kv)) {
         vmem__pool_ring(pool);
         usleep(100);
@@ -203,12 +210,7 @@ static void test_members_look_at_themselves_for_a_call(void)
     vmem_kv_pool *pool = join(&kv), *other;
     OK(vmem_kv_pool_create(&cfg, &other));
     for (int i = 0; i < 20; i++) {
-        uint32_t slot;
-        int32_t lengths[2] = {0};
-        OK(k_alloc(kv, 0, &slot));
-        lengths[slot] = ROWS;
-        while (vmem_kv_step(kv, lengths, 2, 0)) // the thread may be at the file
-            usleep(100);
+        const uint32_t slot = fill(kv);
         OK(vmem_kv_pool_look(other, 600000));
         CHECK_EQ(k_pool_row(other, "a").could_give, 0);
         OK(vmem_kv_free(kv, slot, 0));
@@ -436,6 +438,16 @@ static void test_a_cache_gives_what_a_lease_cannot(void)
     }
 }
 
+// The cache of this process gives ASKED pages more.
+static void end_when_all_is_given(vmem_kv_pool *pool, vmem_kv *kv)
+{
+    while (table().entries[0].has > (PAGES - PARKED - ASKED) * test_page) {
+        let_the_lease_run();
+        usleep(1000);
+    }
+    end_beside_a_lease(pool, kv);
+}
+
 // What it has answered already, such as when free budget was enough, it leaves to nobody: he who asks could be refused.
 static void test_a_cache_that_has_answered_gives(void)
 {
@@ -452,11 +464,7 @@ static void test_a_cache_that_has_answered_gives(void)
     asks.needs = ASKED * test_page;
     write_row(OTHER, &asks);
     lock(F_UNLCK, 0);
-    while (table().entries[0].has > (PAGES - PARKED - ASKED) * test_page) {
-        let_the_lease_run();
-        usleep(1000);
-    }
-    end_beside_a_lease(pool, kv);
+    end_when_all_is_given(pool, kv);
 }
 
 // What a cache is giving may take it long. A lease that has parked more meanwhile gives as if the cache gave nothing.
@@ -475,11 +483,7 @@ static void test_a_lease_does_not_wait_for_what_a_cache_gives(void)
     cache.giving = PARKED * test_page;
     write_row(LEASE, &cache);
     lock(F_UNLCK, 0);
-    while (table().entries[0].has > (PAGES - PARKED - ASKED) * test_page) {
-        let_the_lease_run();
-        usleep(1000);
-    }
-    end_beside_a_lease(pool, kv);
+    end_when_all_is_given(pool, kv);
 }
 
 enum { REFUSES, REFUSES_AFTERWARDS, GIVES_LESS, HAS_ANSWERED, ASKS, IS_SILENT, STOPS, DIES, LEASE_ENDS };
