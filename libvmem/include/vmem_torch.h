@@ -28,8 +28,8 @@ extern "C" {
 
 #define VMEM_TORCH_CHECK 0x1u // verify the bookkeeping at every operation (slow)
 // The context allocates at most 32 MiB of the device at a time from now on, or 2 MiB if it has blocks or KV caches of the
-// pool, too, and no more than a segment needs. Each allocation goes back when all its pages are free; larger ones, the default, are
-// faster. For segments that the pool takes one by one.
+// pool, too, and no more than a segment needs. Each allocation goes back when all its pages are free; larger ones, the
+// default, are faster. For segments that the pool takes one by one.
 #define VMEM_TORCH_SMALL 0x2u
 
 // Grows at its end: a field that the caller does not know is 0. 0 selects the default in parentheses.

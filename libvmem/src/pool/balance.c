@@ -155,8 +155,8 @@ static bool has_timed_out(const vmem_kv_pool *pool, uint32_t place)
     return pool->ran - pool->seen[place].at > vmem__pool_silent_ns;
 }
 
-// The bytes that members need and that neither free budget nor budget being given back covers. first: what counts as being
-// given is what members give that give first, as the others take longer and may hold what is dear.
+// The bytes that members need and that neither free budget nor budget being given back covers. first: what counts as
+// being given is what members give that give first, as the others take longer and may hold what is dear.
 static uint64_t unmet_bytes(const vmem_kv_pool *pool, bool first)
 {
     uint64_t needs = 0, coming = vmem__pool_free_bytes(pool, NULL);
@@ -243,8 +243,8 @@ static uint64_t due_first(const vmem_kv_pool *pool, bool *giving)
 
 // Decides how much a member gives, and records its reply; apply_decisions() carries it out. A member that gives nothing
 // answers only questions that are older than the thread's look at it, because requests may have begun or ended since: it
-// refuses them, or its entry says what it could give. Nor does it answer one that it leaves to members which give first: should they give less, the rest is still its own to give.
-// Returns true if a younger question waits for another look.
+// refuses them, or its entry says what it could give. Nor does it answer one that it leaves to members which give first:
+// should they give less, the rest is still its own to give. Returns true if a younger question waits for another look.
 static bool answer_questions(vmem_kv_pool *pool, struct vmem__member *m)
 {
     struct vmem_kv_pool_member *e = &m->entry;
