@@ -126,7 +126,7 @@ void *__wrap_realloc(void *p, size_t n) { return fault() ? NULL : __real_realloc
 // ---- holding a call -----------------------------------------------------------------------------------------
 
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static enum { FREE, ASKED, ASKED_ARENA, ASKED_UNMAP, HELD } hold;
+static enum { FREE, ASKED, ASKED_ARENA, HELD } hold;
 
 static void set_hold(int to)
 {
@@ -137,7 +137,6 @@ static void set_hold(int to)
 }
 void checked_hold(void) { set_hold(ASKED); }
 void checked_hold_arena(void) { set_hold(ASKED_ARENA); }
-void checked_hold_unmap(void) { set_hold(ASKED_UNMAP); }
 void checked_resume(void) { set_hold(FREE); }
 void checked_held(void)
 {
@@ -421,8 +420,6 @@ static int change(struct vmem__backend *b, const struct vmem__run *runs, size_t 
     MUST(n);
     locked(true);
     check_runs(runs, n, unmap);
-    if (unmap)
-        hold_if(ASKED_UNMAP);
     hold_here();
     locked(false);
     int rc;

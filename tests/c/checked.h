@@ -44,8 +44,6 @@ bool checked_failed(void);
 void checked_hold(void);
 // The same of the next that makes an arena, which stops once it is known whether there is memory for one.
 void checked_hold_arena(void);
-// The same of the next that unmaps.
-void checked_hold_unmap(void);
 void checked_held(void);
 void checked_resume(void);
 

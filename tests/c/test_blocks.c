@@ -17,7 +17,7 @@ static uint64_t base, P;
 static struct vmem_blocks_board board, boards[2];
 
 #define RESERVED (1 * GIB)
-static uint32_t ids[2048]; // 0, 1, 2, ...
+static uint32_t ids[1024]; // 0, 1, 2, ...
 
 static vmem_blocks *make(const struct vmem_block_range *ranges, uint32_t n, uint32_t blocks, uint64_t budget)
 {
@@ -906,34 +906,6 @@ static void a_driver_that_unmaps_nothing(void)
     vmem_context_destroy(device);
 }
 
-// What an engine gives up is another's as it goes, not when all of it has gone.
-static void what_leaves_is_there_for_others_as_it_goes(void)
-{
-    enum { REST = 8 };
-    const uint32_t part = (uint32_t)((UINT64_C(64) << 20) / P), n = part + REST;
-    vmem_context *device, *another = test_context(0);
-    vmem_blocks *b[2];
-    OK(checked_context(test_backend, 0, false, &device));
-    vmem_kv_pool *pool = make_two(b, (vmem_context *[]){device, another}, n, n, 0);
-    OK(vmem_blocks_back(b[0], ids, n, 0, NULL));
-    checked_hold_unmap();
-    OK(vmem_blocks_unback(b[0], ids, n, 0));
-    checked_held();
-    checked_hold_unmap(); // the first part goes, and the rest is held
-    while (stats(b[0]).held == n * P)
-        sched_yield();
-    CHECK_EQ(stats(b[0]).held, REST * P);
-    while (was_refused(&boards[1], order(b[1], ids, part)))
-        ;
-    CHECK_EQ(stats(b[0]).held, REST * P);
-    checked_resume();
-    vmem_blocks_destroy(b[0]);
-    vmem_blocks_destroy(b[1]);
-    vmem_kv_pool_destroy(pool);
-    vmem_context_destroy(device);
-    vmem_context_destroy(another);
-}
-
 // Blocks may be destroyed while the driver refuses to unmap their pages. As long as these exist, their row counts them.
 static void a_row_stays_while_pages_do(bool context_ends)
 {
@@ -1094,7 +1066,6 @@ int main(int argc, char **argv)
     an_engine_that_offers_once();
     an_idle_members_question();
     a_driver_that_unmaps_nothing();
-    what_leaves_is_there_for_others_as_it_goes();
     a_row_stays_while_pages_do(false);
     a_row_stays_while_pages_do(true);
     a_device_with_less_than_the_budget();

@@ -40,9 +40,8 @@
 #define PAGE_BUSY 0x80000000u
 #define PAGE_MAPPED 0x40000000u
 #define PAGE_COUNT 0x3fffffffu
-#define BLOCKS_LOOK 4096                  // pages looked at before the lock is dropped for other calls
-#define BLOCKS_PART 4096                  // pages mapped or unmapped by one call of the core
-#define BLOCKS_LEAVE (UINT64_C(64) << 20) // bytes unmapped, after which other members may take them
+#define BLOCKS_LOOK 4096 // pages looked at before the lock is dropped for other calls
+#define BLOCKS_PART 4096 // pages mapped or unmapped by one call of the core
 
 _Static_assert(sizeof(((struct vmem_blocks_board *)0)->answers) == VMEM_BLOCKS_ANSWERS * sizeof(uint64_t), "board");
 

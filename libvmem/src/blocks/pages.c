@@ -167,13 +167,12 @@ static void end_busy(vmem_blocks *b, const uint64_t *pages, uint64_t n, bool map
 }
 
 // Unmaps the pages of a batch, which are busy. A batch of pages that cannot be unmapped now goes to b->stuck; otherwise
-// it is freed. Unmapping takes about as long as mapping, so another member maps the first parts meanwhile.
+// it is freed.
 static void unmap_batch(vmem_blocks *b, struct page_batch *w)
 {
-    const uint64_t most = b->member ? BLOCKS_LEAVE >> b->page_shift : BLOCKS_PART;
     uint64_t kept = 0;
     for (uint64_t at = 0, part, done; at < w->n; at += part) {
-        part = w->n - at < most ? w->n - at : most;
+        part = w->n - at < BLOCKS_PART ? w->n - at : BLOCKS_PART;
         pthread_mutex_unlock(&b->lock);
         if (!at)
             sort_batch(w);
@@ -185,7 +184,6 @@ static void unmap_batch(vmem_blocks *b, struct page_batch *w)
         b->stats.failed_unmaps += rc != 0;
         memmove(w->pages + kept, w->pages + at + done, (part - done) * sizeof(w->pages[0]));
         kept += part - done;
-        vmem__pool_wake(b->member);
     }
     w->n = kept;
     w->next = b->stuck;
