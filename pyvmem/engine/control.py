@@ -150,6 +150,7 @@ class Sleeps(enum.IntEnum):
 
     LACKS = 1  # a part, or nothing
     CLAIMED = 2  # all: it wakes, unless the device, another worker or another engine fails it
+    KEEPS = 3  # a part, or nothing: it begins to wake, and its cache stays, as other members have what it lacks
 
 
 class State(enum.IntEnum):
@@ -321,7 +322,7 @@ class Page:
     @property
     def claimed(self) -> bool:
         """True if each of the engine's workers is awake, or has claimed what it needs to wake."""
-        return Sleeps.LACKS not in self.cells[ASLEEP : ASLEEP + self.ranks].tolist()
+        return set(self.cells[ASLEEP : ASLEEP + self.ranks].tolist()) <= {0, Sleeps.CLAIMED}
 
     @property
     def gives(self) -> int:
@@ -604,6 +605,13 @@ def others_compute(page: Page, pool: int) -> bool:
     """Return whether another engine of a pool has running requests, and does not sleep. pool: its number."""
     name = _engine_name(page)
     return any(p[USED] and not p.asleep and e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()
+               for e, p in engines())  # fmt: skip
+
+
+def others_rest(page: Page, pool: int) -> bool:
+    """Return whether another model of a pool is awake and has no requests, so that it can sleep at once."""
+    name = _engine_name(page)
+    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and e.name != name and pool in p.pools()
                for e, p in engines())  # fmt: skip
 
 

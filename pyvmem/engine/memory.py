@@ -244,7 +244,8 @@ class BlockMemory:
         nothing = page[control.LENT] or page[control.ASLEEP + self._rank]
         share = (0 if nothing else page[control.MIN], page[control.MAX] and max(page[control.MAX], least))
         self._set_share(share)
-        self.blocks.offer(page[control.OFFERED] * self._block)
+        keeps = page[control.ASLEEP + self._rank] == control.Sleeps.KEEPS
+        self.blocks.offer(0 if keeps else page[control.OFFERED] * self._block)
         page[control.POOL_BYTES + self._rank] = self._pool_size
         page[control.POOL_MAY + self._rank] = int(self._board[control.BUDGET]) + pool.free
         most = min(share[1] or self._pool_size, self._pool_size)

@@ -142,17 +142,22 @@ class Sleeper:
     def wake(self, seconds: float, waits: Callable[[], None] = lambda: None, queued: bool = False) -> None:
         """Take everything back, or raise OutOfMemory after so many seconds. Then `park` must follow.
 
-        Meanwhile, the page says how much is missing, and when all is claimed. waits : called while it waits for others.
-        queued : as `Weights.wake` has it.
+        Meanwhile, the page says how much is missing, and when all is claimed. waits : called while it waits for others,
+        and has the pool know what the engine's own blocks give (`Sleeps`). queued : as `Weights.wake` has it.
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
             if self._missing()[0] > 0:
                 self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
-            missing, given = self._missing()
-            asks = missing > given
+            missing, given, own = self._missing()
+            asks = missing > given + own
+            if asks or missing <= given:
+                self._sleeps(Sleeps.KEEPS)
+                waits()
         if asks:  # others have to sleep
             self._lacks(missing)
+            if control.others_rest(self._page, self._page[control.POOL_OF + self._rank]):
+                asks = not self._is_parked(min(seconds, TRY), waits)
         while True:
             try:
                 self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued)
@@ -169,12 +174,31 @@ class Sleeper:
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
 
-    def _missing(self) -> tuple[int, int]:
-        """Bytes that the weights lack beyond their budget and the pool's free memory, and that others could give."""
-        members = self._pool.members()
+    def _missing(self) -> tuple[int, int, int]:
+        """Bytes that the weights lack beyond their budget and the pool's free memory, that others could give, and that
+        the blocks of this engine could."""
+        members, engine = self._pool.members(), f"{pools.ENGINE}{os.getpid()}"
         unused = sum(m.has - m.held for m in members if m.name == self._name)  # others took less than a whole segment
-        given = sum(m.could_give for m in members if m.name != self._name)
-        return self.weights.bytes - self.weights.held - unused - self._pool.free, given
+        own = sum(m.could_give for m in members if m.name == engine)
+        given = sum(m.could_give for m in members if m.name not in (self._name, engine))
+        return self.weights.bytes - self.weights.held - unused - self._pool.free, given, own
+
+    def _is_parked(self, seconds: float, waits: Callable[[], None]) -> bool:
+        """Wait until models that go to sleep have parked what is missing. False: they have not in so many seconds.
+
+        What they have parked comes first and at once, in large pieces. If the pool was asked before, prefixes of others
+        would go, 2 MiB a call of the driver.
+        """
+        end = time.monotonic() + seconds
+        with contextlib.suppress(VmemError):
+            while time.monotonic() < end:
+                missing, given, _ = self._missing()
+                if missing <= given:
+                    self._lacks(0)
+                    return True
+                waits()
+                time.sleep(1e-3)
+        return False
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""

@@ -393,7 +393,8 @@ class WorkerMemory(BlockMemory):
         backs, lacks = False, 0
         try:
             if wakes is not None:
-                wakes.wake(wait, queued=True)  # steps run on this thread's stream; meanwhile, blocks get their memory
+                # Steps run on this thread's stream; meanwhile, blocks get their memory.
+                wakes.wake(wait, self.tend, queued=True)
             with self._lock:
                 if blocks and self.active and self._asleep is not None:
                     self._ring(self._page[control.POSITION])

@@ -225,7 +225,7 @@ def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, 
             assert page[control.ASLEEP] == Sleeps.LACKS
             sleeper.wake(0)
         assert page.claimed
-    assert seen == [Sleeps.LACKS, Sleeps.CLAIMED] * (3 if fault else 2)
+    assert seen == [Sleeps.KEEPS, Sleeps.CLAIMED] * (3 if fault else 2)
     assert torch.equal(model.words, torch.arange(MIB))
 
 
@@ -385,3 +385,79 @@ def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_o
             with made.claim(1):
                 pass
             made.weights.close()
+
+
+@pytest.mark.parametrize("others", ["rest", "run"])
+def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_missing(
+    pool, busy, two, monkeypatch, others
+):
+    """Else prefixes of others would go meanwhile. If nobody can sleep at once, it is asked at once."""
+    (own, sleeper), (other, its) = two
+    own[control.PID] = other[control.PID] = os.getpid()
+    other[control.STATE], other[control.RUNNING] = State.AWAKE, others == "run"
+    model, parked, wake = net(20 * MIB), [], sleeper.weights.wake
+    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    sleeper._name = "of another process"
+    sleeper.weights.adopt([model])
+    sleeper.park()
+    copied(sleeper)
+    its.weights.adopt([net(24 * MIB)])
+    free(busy, load(busy, 3, pool))
+    until(lambda: sum(m.could_give for m in pool.members()) == 12 * MIB)
+
+    def asks(*how):
+        parked.append(sum(m.could_give for m in pool.members() if m.name == its._name))
+        return wake(*how)
+
+    monkeypatch.setattr(sleeper.weights, "wake", asks)
+    wakes = threading.Thread(target=sleeper.wake, args=(3600,))
+    wakes.start()
+    until(lambda: parked if others == "run" else own.short)
+    assert others == "run" or (own.short >= 20 * MIB and not parked)
+    its.park()
+    wakes.join()
+    assert (parked[0] >= 20 * MIB) == (others == "rest") and own.short == 0
+    assert torch.equal(model.words, torch.arange(20 * MIB // 8))
+
+
+@pytest.mark.parametrize("others", ["suffice", "sleep", "do not suffice"])
+def test_a_model_that_wakes_gives_its_own_cache_only_if_others_do_not_give_enough(
+    pool, page, busy, sleeper, monkeypatch, others
+):
+    """Its requests are about to use it."""
+    seen, said = [], []
+    monkeypatch.setattr(sleeper, "_lacks", said.append)
+    sleeper.weights.adopt([net(20 * MIB)])
+    sleeper.park()
+    copied(sleeper)
+    with make(pool, f"engine {os.getpid()}", context=pyvmem.Context("host")) as own:
+        mine, slots = load(own, 4, pool), load(busy, 5, pool)  # all of the 36 MiB
+        free(own, mine)
+        free(busy, {"suffice": slots, "sleep": [], "do not suffice": slots[:2]}[others])
+
+        def waits():
+            seen.append(page[control.ASLEEP])
+            if others == "sleep":
+                free(busy, slots)
+                slots.clear()
+
+        until(lambda: sum(m.could_give for m in pool.members()) >= 16 * MIB)
+        sleeper.wake(60, waits)
+    assert seen[:1] == ([] if others == "do not suffice" else [Sleeps.KEEPS])
+    assert any(said) == (others == "sleep")
+
+
+def test_the_blocks_of_a_model_that_begins_to_wake_are_not_on_offer(pool, page, monkeypatch):
+    memory = BlockMemory(page, 0, CHOSEN)
+    monkeypatch.setattr(memory, "pool", lambda device: pool)
+    memory._tensor = VirtualTensor((8 * MIB,), torch.int8, "cpu", page_size=PAGE, context=pyvmem.Context("host"))
+    memory._ranges = [BlockRange(0, MIB, MIB)]
+    memory._make_blocks(8, MIB)
+    memory.blocks.back([1, 2, 3])
+    page[control.LEAST], page[control.OFFERED] = 1, 2
+    for state, given in [(0, 2), (Sleeps.KEEPS, 0), (Sleeps.LACKS, 2)]:
+        page.cells[control.ASLEEP] = state
+        memory.tend()
+        pool.look(60)
+        assert sum(m.could_give for m in pool.members()) == given * MIB
+    memory.blocks.close()
