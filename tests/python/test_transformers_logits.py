@@ -133,8 +133,7 @@ def test_generate_with_a_static_cache(name, device):
     assert difference(*both) <= (0 if device == "cpu" else CLOSE)  # on a GPU, a captured step may use another kernel
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "dynamic"), [("llama", None), ("gemma3", True)])
 def test_a_compiled_decode_step_with_a_static_cache(name, dynamic, device):
     """As generate() does on a GPU: one graph without a break, K of a fixed width, a mask of a fixed shape.
 
