@@ -56,9 +56,9 @@ def start() -> None:
     A framework may have every process of its job call this. Those of engines, and those that a trainer has forked, stay
     as they are.
     """
+    chosen, process = settings(), os.getpid()
     from pyvmem.engine import trainer
 
-    chosen, process = settings(), os.getpid()
     trainer.check_environment()
     import torch
 
