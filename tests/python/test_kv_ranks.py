@@ -1,7 +1,7 @@
 """Tensor-parallel ranks that repeat what rank 0 decides (examples/ranks.py): processes under torchrun, over gloo on the
 host backend, and on GPUs where there are two.
 
-VMEM_TEST_STEPS sets how many steps (default 400).
+VMEM_TEST_STEPS sets how many steps (default 200).
 
 SPDX-License-Identifier: MIT
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-STEPS = os.environ.get("VMEM_TEST_STEPS", "400")
+STEPS = os.environ.get("VMEM_TEST_STEPS", "200")
 
 
 def run(program, ranks, *arguments):
@@ -29,10 +29,8 @@ def run(program, ranks, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_hold_the_same_with_one_starved(ranks):
-    steps = STEPS if ranks == 2 else str(int(STEPS) // 4)  # four processes on two cores
-    assert f"{ranks} ranks agreed" in run(HERE / "kv_ranks.py", ranks, "gloo", steps)
+def test_ranks_hold_the_same_with_one_starved():
+    assert "3 ranks agreed" in run(HERE / "kv_ranks.py", 3, "gloo", STEPS)
 
 
 def test_the_example_runs():
