@@ -3,12 +3,13 @@
 SPDX-License-Identifier: MIT
 """
 
-from pathlib import Path
+import runpy
 
 import pytest
-from conftest import python
 
 torch = pytest.importorskip("torch")
+
+from pyvmem import checked, virtual_empty  # noqa: E402
 
 SETUP = """
 import pytest, torch
@@ -110,31 +111,35 @@ k[0, :301].sum()
 }
 
 
+@pytest.fixture
+def on(monkeypatch):
+    monkeypatch.setattr(checked, "ON", True)
+
+
 @pytest.mark.parametrize("layout", ["separate", "fused"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_row_is_named(case, layout):
-    python(f"layout = {layout!r}" + SETUP + CASES[case], env={"VMEM_CHECK": "1"})
+def test_the_row_is_named(case, layout, on):
+    exec(SETUP + CASES[case], {"layout": layout})
 
 
-def test_a_model_runs_checked():
+@pytest.mark.parametrize("attention", ["sdpa", "vmem"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_runs_checked(name, attention, on):
     pytest.importorskip("transformers", minversion="5.0")
-    code = """
-import torch
-from generations import generate, padding, reference
-from tiny_models import prompts, tiny_model
-from pyvmem.checked import Checked
-from pyvmem.transformers import VMemCache
+    from generations import generate, padding, reference
+    from tiny_models import prompts, tiny_model
 
-for name in ("llama", "gemma3"):
-    for attention in ("sdpa", "vmem"):
-        model, ids, mask = tiny_model(name), prompts(), padding("left")
-        cache = VMemCache(model, backend="host")
+    from pyvmem.transformers import VMemCache
+
+    model, ids, mask = tiny_model(name), prompts(), padding("left")
+    with VMemCache(model, backend="host", name=None) as cache:
         got = generate(model, ids, cache, attention, attention_mask=mask)
         assert got.tolist() == reference(model, ids, attention_mask=mask).tolist()
-        assert isinstance(cache.kv.tensors[0], Checked)
-"""
-    python(code, env={"VMEM_CHECK": "1", "PYTHONPATH": str(Path(__file__).parent)})
+        assert isinstance(cache.kv.tensors[0], checked.Checked)
 
 
-def test_nothing_is_checked_by_default():
-    python("import torch, pyvmem; assert type(pyvmem.virtual_empty(4).tensor) is torch.Tensor", env={"VMEM_CHECK": "0"})
+@pytest.mark.parametrize("value", ["1", "0", "", None])
+def test_nothing_is_checked_unless_it_is_asked_for(value, monkeypatch):
+    monkeypatch.delenv("VMEM_CHECK", raising=False) if value is None else monkeypatch.setenv("VMEM_CHECK", value)
+    monkeypatch.setattr(checked, "ON", runpy.run_path(checked.__file__)["ON"])  # as an import of now has it
+    assert type(virtual_empty(4).tensor) is (checked.Checked if value == "1" else torch.Tensor)

@@ -8,7 +8,7 @@ import itertools
 import threading
 
 import pytest
-from conftest import python
+from conftest import forks, python
 
 import pyvmem
 
@@ -324,8 +324,7 @@ threading.Thread(target=lambda t=t: time.sleep(60), daemon=True).start()
 }
 
 
-@pytest.mark.parametrize("how", EXITS)
-def test_the_interpreter_exits_cleanly(backend, device, how):
+def test_the_interpreter_exits_cleanly(backend, device):
     code = """
 import sys, torch, pyvmem
 context = pyvmem.Context(sys.argv[1])
@@ -334,7 +333,7 @@ v.commit()
 t = v.tensor
 t.fill_(1)
 """
-    assert python(code + EXITS[how], backend, device).stderr == ""
+    assert forks({how: code + end for how, end in EXITS.items()}, backend, device).stderr == ""
 
 
 def test_other_libraries_take_it_by_dlpack(empty, device):
