@@ -16,11 +16,10 @@ static vmem_kv *kv;
 static struct vmem_kv_layout layouts[3];
 static uint32_t tokens[SLOTS]; // whose rows are written
 static uint64_t prefix;
-static char *host;
 
 // 8 tokens to a page, whatever its size; in the third tensor, which has a window, 16.
 static struct vmem_kv_tensor tensors[3] = {{.row_bytes = 0}, {.row_bytes = 0}, {.row_bytes = 0, .window = 32}};
-static bool back; // slot 0 was swapped in, and its rows have not been copied yet
+static bool back; // slot 0 was swapped in, and its rows have not been written yet
 
 static uint64_t word(uint32_t slot, uint32_t tensor, uint32_t row)
 {
@@ -38,10 +37,16 @@ static void write_rows(uint32_t slot, uint32_t as, uint32_t from, uint32_t to)
     tokens[slot] = to;
 }
 
+// The first of n rows that a tensor has: what its window has passed is gone.
+static uint32_t first(uint32_t t, uint32_t n)
+{
+    return t == 2 && n > 32 ? (n - 32 + every() - 1) / every() * every() : 0;
+}
+
 static void verify(uint32_t slot, uint32_t as, uint32_t n)
 {
     for (uint32_t t = 0; t < 3; t++)
-        for (uint32_t r = t == 2 && n > 32 ? (n - 32 + every() - 1) / every() * every() : 0; r < n; r += every())
+        for (uint32_t r = first(t, n); r < n; r += every())
             CHECK_EQ(get_word(ctx, layouts[t].addr + slot * layouts[t].slot_stride + r * layouts[t].row_bytes),
                      word(as, t, r));
 }
@@ -104,7 +109,6 @@ static int do_out(void)
 static void swapped(void)
 {
     running();
-    k_rows(ctx, kv, 0, host, true);
     OK(do_out());
 }
 static void tight(void) // no memory but the pages of a request that has ended, which its slot keeps or has given up
@@ -185,8 +189,9 @@ static void look(const char *name, bool done, const int32_t *now)
     struct vmem_kv_slot_info info = {.size = sizeof info};
     uint32_t before[SLOTS];
     memcpy(before, tokens, sizeof before);
-    if (back)
-        k_rows(ctx, kv, 0, host, false);
+    for (uint32_t t = 0; back && t < 3; t++)
+        for (uint32_t r = first(t, tokens[0]); r < tokens[0]; r += every())
+            put_word(ctx, layouts[t].addr + r * layouts[t].row_bytes, word(0, t, r));
     back = false;
     for (uint32_t s = 0; s < SLOTS; s++) {
         OK(vmem_kv_get_slot(kv, s, &info)); // checks the books, too
@@ -201,13 +206,15 @@ static void look(const char *name, bool done, const int32_t *now)
     }
 }
 
+// The next fault point. On a GPU with a handle a page there are hundreds, one as the other: every 2nd, 3rd and so on, the
+// later they are.
+static unsigned long next(unsigned long n) { return n + (test_cpu() ? 1 : 1 + n / 4); }
+
 // lasting: every fault point from the nth on fails, among them those that undo what came before.
 static void sweep(size_t i, uint32_t flags, bool lasting)
 {
     int points = 0;
-    // Every fault point on the host. On a GPU with a handle a page there are hundreds, one as the other: every 2nd, 3rd
-    // and so on, the later they are.
-    for (unsigned long n = 1;; n += test_cpu() ? 1 : 1 + n / 4) {
+    for (unsigned long n = 1;; n = next(n)) {
         make(flags);
         calls[i].before();
         if (lasting)
@@ -252,7 +259,7 @@ static void stale(void)
 static void sweep_destroy(void (*before)(void), bool lasting)
 {
     bool reached = true;
-    for (unsigned long n = 1; reached; n += test_cpu() ? 1 : 1 + n / 4) {
+    for (unsigned long n = 1; reached; n = next(n)) {
         make(VMEM_KV_DEFER);
         before();
         if (lasting)
@@ -275,7 +282,7 @@ static void sweep_destroy(void (*before)(void), bool lasting)
 static void sweep_attach_with_zero(void)
 {
     bool reached = true;
-    for (unsigned long n = 1; reached; n++) {
+    for (unsigned long n = 1; reached; n = next(n)) {
         uint32_t slot;
         make((VMEM_KV_DEFAULT & ~VMEM_KV_GENEROUS) | VMEM_KV_ZERO);
         start(100);
@@ -314,7 +321,7 @@ static void sweep_step_beside_worker(unsigned long k)
 {
     bool reached = true;
     vmem__kv_hook = stop_worker;
-    for (unsigned long n = 1; reached; n++) {
+    for (unsigned long n = 1; reached; n = next(n)) {
         make(VMEM_KV_DEFER | VMEM_KV_OVERLAP);
         kept();
         OK(vmem_kv_wait(kv));
@@ -372,7 +379,6 @@ int main(int argc, char **argv)
     test_page = test_info.page_sizes & -test_info.page_sizes;
     tensors[0].row_bytes = tensors[1].row_bytes = test_page / 8;
     tensors[2].row_bytes = test_page / 16;
-    host = malloc(256 * test_page);
     sweep_create();
     for (size_t i = 0; i < COUNT(calls); i++) {
         for (int lasting = 0; lasting < 2; lasting++) {
@@ -389,6 +395,5 @@ int main(int argc, char **argv)
         sweep_destroy(states[i], true);
     }
     vmem_context_destroy(ctx);
-    free(host);
     return 0;
 }

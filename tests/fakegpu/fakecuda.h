@@ -14,6 +14,9 @@ CUDA(cuInit, unsigned flags)
         uvm_fd = memfd_create("fake-nvidia-uvm", MFD_CLOEXEC);
         if (memfd < 0 || uvm_fd < 0 || ftruncate(memfd, MEMORY) || fstat(uvm_fd, &st))
             abort();
+        bytes = mmap(NULL, MEMORY, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd, 0);
+        if (bytes == MAP_FAILED)
+            abort();
         uvm_inode = st.st_ino;
         owner = getpid();
     }

@@ -79,6 +79,7 @@ struct reservation {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int memfd = -1, uvm_fd = -1;
+static char *bytes;                  // all device memory
 static ino_t uvm_inode, blank_inode; // CUDA's, and one that was only opened
 static pid_t owner;                  // the process whose device this is; a child shares its memory
 static uint8_t used[BLOCKS];
@@ -140,6 +141,15 @@ static bool fails(void)
 
 static bool scrubs(void) { return getenv("FAKEGPU_SCRUB"); }
 
+// What others left there is in the first word of each page, at least. Memory that was cleared is zero.
+static void leave(const struct memory *m)
+{
+    if (scrubs())
+        fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
+    for (uint64_t i = 0; i < m->size && !scrubs(); i += PAGE)
+        memcpy(bytes + m->offset + i, "leftover", 8);
+}
+
 static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
 {
     uint64_t blocks = size / BLOCK, run = 0, at = 0;
@@ -153,10 +163,7 @@ static struct memory *memory_new(uint64_t size, uint64_t id, uint32_t client)
     *m = (struct memory){memories, id ? id : next_id++, (at - run) * BLOCK, size, 1, client, 0};
     memset(used + m->offset / BLOCK, 1, blocks);
     memories = m;
-    // Fresh memory holds what others left there: the first word of each page. Memory that was cleared does not.
-    for (uint64_t i = 0; i < size && !scrubs(); i += PAGE)
-        if (pwrite(memfd, "leftover", 8, (off_t)(m->offset + i)) != 8)
-            abort();
+    leave(m);
     return m;
 }
 
@@ -179,7 +186,7 @@ static void memory_put(struct memory *m)
         at = &(*at)->next;
     *at = m->next;
     memset(used + m->offset / BLOCK, 0, m->size / BLOCK);
-    fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)m->offset, (off_t)m->size);
+    leave(m);
     if (m->file)
         syscall(SYS_close, m->file); // not close(), which takes the lock
     free(m);
