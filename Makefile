@@ -79,7 +79,8 @@ test: ## `check`, and every test that needs no GPU; lists what was not run, and 
 CPUS := $(shell nproc)
 .PHONY: all-tests tests-before tests-after
 # The tests of `check` are part of the others. Those of Python take all processors. What comes before and after them runs
-# side by side, on one processor each: downloads, and programs that wait, leave theirs to another.
+# side by side, on one processor each: downloads, and programs that wait, leave theirs to another. The sanitizers' are the
+# last before them, and take both.
 all-tests: tests-before test-python tests-after
 tests-before: ; $(Q)JOBS=1 $(MAKE) --no-print-directory -j$(CPUS) -Otarget lint test-uvm-ext test-c test-asan
 tests-after: ; $(Q)$(MAKE) --no-print-directory -j$(CPUS) -Otarget PYTHON_JOBS=1 test-vllm-quick test-module test-vm-quick test-python-fake test-triton
@@ -101,7 +102,7 @@ test-c: lib ## C tests of libvmem, on host memory and over a fake GPU driver; T=
 	$(if $(T)$(BACKENDS),,$(Q)$(MAKE) --no-print-directory -C tests/fakegpu check)
 
 test-asan: ## C tests under the address and undefined-behaviour sanitizers
-	$(Q)$(MAKE) --no-print-directory -C tests/c check-asan
+	$(Q)JOBS=$(CPUS) $(MAKE) --no-print-directory -C tests/c check-asan
 
 mutants-c: ## Seeded faults in libvmem, each of which a C test must notice (4 minutes)
 	$(Q)$(PYTHON) tests/c/mutants.py
