@@ -609,10 +609,10 @@ def others_compute(page: Page, pool: int) -> bool:
 
 
 def others_rest(page: Page, pool: int) -> bool:
-    """Return whether another model of a pool is awake and has no requests, so that it can sleep at once."""
+    """Return whether another model of a pool is awake, has no requests, and gives weights at once if it sleeps."""
     name = _engine_name(page)
-    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and e.name != name and pool in p.pools()
-               for e, p in engines())  # fmt: skip
+    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives and e.name != name
+               and pool in p.pools() for e, p in engines())  # fmt: skip
 
 
 def _engine_name(page: Page) -> str:

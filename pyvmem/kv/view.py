@@ -162,6 +162,7 @@ class PoolMember:
     reason: str | None = says("Of that answer")
     reply: str = says("Its answer to the others, up to the request with the number `looked`")
     why: str | None = says("The reason of that")
+    gives_first: bool = says("The others give only what it cannot: it is a lease")
 
 
 def pool_member(raw: Any) -> PoolMember:
@@ -174,6 +175,7 @@ def pool_member(raw: Any) -> PoolMember:
         reason=_of(REASONS, raw.reason),
         reply=_of(ANSWERS, raw.reply) or "unasked",
         why=_of(REASONS, raw.why),
+        gives_first=bool(raw.gives_first),
     )
 
 

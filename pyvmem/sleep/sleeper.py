@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,27 @@ STARTS = 600.0  # seconds for which others wait for an engine that starts
 BESIDE = 8  # an engine that starts beside another one leaves one part in so many of the pool free
 ANSWER = 0.02  # seconds in which the members of the pool say what they could give
 TRY = 0.06  # seconds in which spare memory and prefixes of others wake the weights, before it is published what lacks
+FEW = 2 << 30  # bytes that caches give, page by page, in about the time in which an idle model falls asleep
 TELL = 0.01  # seconds after which it is published again: no further model sleeps for what has come meanwhile
+
+
+class Missing(NamedTuple):
+    """What the weights lack, and who could give it, in bytes.
+
+    Attributes
+    ----------
+    bytes : int
+        Beyond the budget that they have and what the pool has free.
+    parked, cached : int
+        What others could give of weights that are parked, and of the caches of their engines.
+    own : int
+        What the cache of this engine could.
+    """
+
+    bytes: int
+    parked: int
+    cached: int
+    own: int
 
 
 class Sleeper:
@@ -147,16 +168,8 @@ class Sleeper:
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
-            if self._missing()[0] > 0:
-                self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
-            missing, given, own = self._missing()
-            asks = missing > given + own
-            if asks or missing <= given:
-                self._sleeps(Sleeps.KEEPS)
-                waits()
-        if asks:  # others have to sleep
-            self._lacks(missing)
-            if control.others_rest(self._page, self._page[control.POOL_OF + self._rank]):
+            asks = self._must_others_sleep(waits)
+            if asks and self._is_one_idle():
                 asks = not self._is_parked(min(seconds, TRY), waits)
         while True:
             try:
@@ -174,14 +187,26 @@ class Sleeper:
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
 
-    def _missing(self) -> tuple[int, int, int]:
-        """Bytes that the weights lack beyond their budget and the pool's free memory, that others could give, and that
-        the blocks of this engine could."""
-        members, engine = self._pool.members(), f"{pools.ENGINE}{os.getpid()}"
-        unused = sum(m.has - m.held for m in members if m.name == self._name)  # others took less than a whole segment
-        own = sum(m.could_give for m in members if m.name == engine)
-        given = sum(m.could_give for m in members if m.name not in (self._name, engine))
-        return self.weights.bytes - self.weights.held - unused - self._pool.free, given, own
+    def _must_others_sleep(self, waits: Callable[[], None]) -> bool:
+        """Return whether others have to sleep, and say so in the page: they lack the memory, or it is in their caches.
+
+        An idle model's weights are in host memory, too, but a prefix may have to be computed again.
+        """
+        if self._missing().bytes > 0:
+            self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
+        lacks = self._missing()
+        others = lacks.parked + lacks.cached
+        sleep = lacks.bytes > (lacks.parked + min(lacks.cached, FEW) if self._is_one_idle() else others + lacks.own)
+        if sleep or lacks.bytes <= others:
+            self._sleeps(Sleeps.KEEPS)
+            waits()
+        if sleep:
+            self._lacks(lacks.bytes)
+        return sleep
+
+    def _is_one_idle(self) -> bool:
+        """Return whether another model can sleep at once."""
+        return control.others_rest(self._page, self._page[control.POOL_OF + self._rank])
 
     def _is_parked(self, seconds: float, waits: Callable[[], None]) -> bool:
         """Wait until models that go to sleep have parked what is missing. False: they have not in so many seconds.
@@ -190,15 +215,25 @@ class Sleeper:
         would go, 2 MiB a call of the driver.
         """
         end = time.monotonic() + seconds
-        with contextlib.suppress(VmemError):
-            while time.monotonic() < end:
-                missing, given, _ = self._missing()
-                if missing <= given:
-                    self._lacks(0)
-                    return True
-                waits()
-                time.sleep(1e-3)
+        while time.monotonic() < end:
+            lacks = self._missing()
+            if lacks.bytes <= lacks.parked + min(lacks.cached, FEW):
+                self._lacks(0)
+                return True
+            waits()
+            time.sleep(1e-3)
         return False
+
+    def _missing(self) -> Missing:
+        members, engine = self._pool.members(), f"{pools.ENGINE}{os.getpid()}"
+        others = [m for m in members if m.name not in (self._name, engine)]
+        unused = sum(m.has - m.held for m in members if m.name == self._name)  # others took less than a whole segment
+        return Missing(
+            bytes=self.weights.bytes - self.weights.held - unused - self._pool.free,
+            parked=sum(m.could_give for m in others if m.gives_first),
+            cached=sum(m.could_give for m in others if not m.gives_first),
+            own=sum(m.could_give for m in members if m.name == engine),
+        )
 
     def park(self, keep: bool = True) -> None:
         """Put everything to sleep, also after an attempt to wake that failed. keep: as `Weights.park` has it."""

@@ -395,6 +395,7 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     (own, sleeper), (other, its) = two
     own[control.PID] = other[control.PID] = os.getpid()
     other[control.STATE], other[control.RUNNING] = State.AWAKE, others == "run"
+    other[control.GIVES] = 24 * MIB
     model, parked, wake = net(20 * MIB), [], sleeper.weights.wake
     monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
     sleeper._name = "of another process"
@@ -420,6 +421,36 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     assert torch.equal(model.words, torch.arange(20 * MIB // 8))
 
 
+@pytest.mark.parametrize("few, gives, sleeps", [(0, 12, True), (8, 12, False), (0, 0, False)])
+def test_an_idle_model_sleeps_before_the_prefixes_of_others_go(pool, busy, two, monkeypatch, few, gives, sleeps):
+    """These suffice, but to compute them again takes longer than to copy weights. For few of them, it does not, nor if
+    there is no copy of the weights."""
+    (own, sleeper), (other, its) = two
+    other[control.PID], other[control.STATE], other[control.GIVES] = os.getpid(), State.AWAKE, gives * MIB
+    model, said, lacks = net(12 * MIB), [], sleeper._lacks
+    sleeper._name = "of another process"
+    monkeypatch.setattr("pyvmem.sleep.sleeper.FEW", few * MIB)
+    monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    monkeypatch.setattr(sleeper, "_lacks", lambda missing: (said.append(missing), lacks(missing)))
+    sleeper.weights.adopt([model])
+    sleeper.park()
+    copied(sleeper)
+    sleeper.weights.lease.trim()
+    its.weights.adopt([net(12 * MIB)])
+    free(busy, load(busy, 4, pool))  # 16 MiB; missing: 4 MiB
+    until(lambda: sum(m.could_give for m in pool.members()) >= 16 * MIB)
+    wakes = threading.Thread(target=sleeper.wake, args=(3600,))
+    wakes.start()
+    if sleeps:
+        until(lambda: own.short)
+        its.park()
+    wakes.join()
+    pool.look(60)
+    assert any(said) == sleeps
+    assert (sum(m.held for m in pool.members() if m.name == "kv") == 16 * MIB) == sleeps
+    assert torch.equal(model.words, torch.arange(12 * MIB // 8))
+
+
 @pytest.mark.parametrize("others", ["suffice", "sleep", "do not suffice"])
 def test_a_model_that_wakes_gives_its_own_cache_only_if_others_do_not_give_enough(
     pool, page, busy, sleeper, monkeypatch, others
@@ -431,8 +462,8 @@ def test_a_model_that_wakes_gives_its_own_cache_only_if_others_do_not_give_enoug
     sleeper.park()
     copied(sleeper)
     with make(pool, f"engine {os.getpid()}", context=pyvmem.Context("host")) as own:
-        mine, slots = load(own, 4, pool), load(busy, 5, pool)  # all of the 36 MiB
-        free(own, mine)
+        free(own, load(own, 3, pool))
+        slots = load(busy, 5, pool)  # missing: 16 MiB
         free(busy, {"suffice": slots, "sleep": [], "do not suffice": slots[:2]}[others])
 
         def waits():
@@ -441,7 +472,8 @@ def test_a_model_that_wakes_gives_its_own_cache_only_if_others_do_not_give_enoug
                 free(busy, slots)
                 slots.clear()
 
-        until(lambda: sum(m.could_give for m in pool.members()) >= 16 * MIB)
+        given = 12 + {"suffice": 20, "sleep": 0, "do not suffice": 8}[others]
+        until(lambda: sum(m.could_give for m in pool.members()) >= given * MIB)
         sleeper.wake(60, waits)
     assert seen[:1] == ([] if others == "do not suffice" else [Sleeps.KEEPS])
     assert any(said) == (others == "sleep")

@@ -590,7 +590,9 @@ def test_a_server_that_stands_by_takes_over_from_one_that_dies(folder, victim):
             assert time.monotonic() < end
         print(f"answered again after {time.monotonic() - begin:.3f} s")
         assert told[2]["choices"][0]["token_ids"] == expected
-        assert engines_by_state()["awake"] == found["stands by"]
+        while engines_by_state()["awake"] != found["stands by"]:  # the engine of a server that died ends soon after it
+            assert time.monotonic() < end
+            time.sleep(0.2)
         logged = (pair.logs / "s.log").read_text(errors="replace")
     assert logged.count("weights are in common from now on") == 1
     assert logged.count("weights in common were taken") == 1
