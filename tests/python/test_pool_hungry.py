@@ -20,6 +20,8 @@ from pyvmem.kv.prefix import PrefixCache
 from pyvmem.lease import Lease
 from pyvmem.sleep.weights import Weights
 
+from conftest import until
+
 MIB = 1 << 20
 PAGE = 64 << 10
 POOL = 40 * MIB
@@ -230,6 +232,7 @@ def test_what_weights_give_up_a_neighbour_gets(pool, neighbour, way):
     net = torch.nn.Linear(1024, 4096)
     weights.adopt([net])
     weights.copy_behind()
+    until(lambda: weights.gives == weights.bytes)  # until there is a copy, parked weights stay
     other = neighbour(context)
     assert other.misses()
     getattr(weights, way)()
