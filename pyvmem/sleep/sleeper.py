@@ -222,6 +222,7 @@ class Sleeper:
                 return True
             waits()
             time.sleep(1e-3)
+            self._pool.look(ANSWER)  # nobody has asked, so they need not have told
         return False
 
     def _missing(self) -> Missing:

@@ -397,7 +397,9 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     other[control.STATE], other[control.RUNNING] = State.AWAKE, others == "run"
     other[control.GIVES] = 24 * MIB
     model, parked, wake = net(20 * MIB), [], sleeper.weights.wake
+    looks, look = [], KVPool.look
     monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
+    monkeypatch.setattr(KVPool, "look", lambda self, seconds: looks.append(bool(own.short)) or look(self, seconds))
     sleeper._name = "of another process"
     sleeper.weights.adopt([model])
     sleeper.park()
@@ -418,6 +420,7 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     its.park()
     wakes.join()
     assert (parked[0] >= 20 * MIB) == (others == "rest") and own.short == 0
+    assert any(looks) == (others == "rest")  # else it would learn of it up to 0.2 s later
     assert torch.equal(model.words, torch.arange(20 * MIB // 8))
 
 
