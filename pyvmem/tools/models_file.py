@@ -85,7 +85,7 @@ class Model:
             option, equals, value = arg.partition("=")
             found.setdefault(option.replace("_", "-"), value if equals or following.startswith("--") else following)
         for option in ("--api-key", "--admin-api-key"):  # the second is SGLang's
-            if option in found:
+            if found.get(option):
                 return found[option]
         return self.env.get("VLLM_API_KEY", "")
 
