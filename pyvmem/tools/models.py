@@ -8,6 +8,7 @@ SPDX-License-Identifier: MIT
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -142,7 +143,9 @@ def order(file: File, replica: Replica, what: str) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ValueError(f"{name}: the server asks for its key; set VLLM_API_KEY, or --api-key in args") from None
-        text = " ".join(error.read(300).decode(errors="replace").split())
+        text = ""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it may end before it has read the request
+            text = " ".join(error.read(300).decode(errors="replace").split())
         raise ValueError(f"{name}: the server answers {error.code}: {text}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: MIT
 """
 
+import http.client
 import json
 import os
 import re
@@ -592,9 +593,16 @@ def test_the_command(folder, tmp_path, capsys):
     (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", "no answer of vMem's at port"),
     (b"HTTP/1.1 401 No\r\n\r\n", "the server asks for its key"),
     (b"HTTP/1.1 503 No\r\n\r\n\xff\nlater", "the server answers 503: \ufffd later"),
+    (b"HTTP/1.1 504 No\r\n\r\n", "the server answers 504:"),
 ])  # fmt: skip
-def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
+def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, monkeypatch, answer, error):
     """So of another server at the port, or of one that ends meanwhile."""
+
+    def reset(*args):
+        raise ConnectionResetError
+
+    if "504" in error:
+        monkeypatch.setattr(http.client.HTTPResponse, "read", reset)
     with socket.create_server(("127.0.0.1", 0)) as server:
         page = control.open_page("gpu0", 0)
         control.claim(page, "chat")
@@ -603,7 +611,9 @@ def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
         def serve():
             connection, _ = server.accept()
             with connection:
-                connection.recv(65536)
+                request = b""
+                while not request.endswith(b"{}"):  # else the rest of it has the connection reset
+                    request += connection.recv(65536)
                 connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
@@ -626,6 +636,7 @@ def test_an_answer_that_is_not_vmems_is_one_line(folder, capsys, answer, error):
     ('args = ["--admin-api-key=B"]', "", "B"), ('args = ["--admin-api-key=B", "--api-key", "A"]', "", "A"),
     ('args = ["--api-key"]', "", ""), ('args = ["--api-key", "--seed"]', "", ""), ("", "E", "E"),
     ('args = ["--api-key=K"]', "E", "K"), ('env = {VLLM_API_KEY = "F"}', "E", "F"), ("", "", ""),
+    ('args = ["--api-key"]\nenv = {VLLM_API_KEY = "F"}', "E", "F"),
 ])  # fmt: skip
 def test_the_key_of_a_server_is_found(monkeypatch, args, env, key):
     monkeypatch.setenv("VLLM_API_KEY", env)
