@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import paper
 import pytest
@@ -20,6 +21,7 @@ from pyvmem._ffi import ffi, lib
 
 MIB = 1 << 20
 LENGTH = 160 * MIB
+APART = 0.02  # seconds between two looks of pyvmem for signals; 50 calls of a quick driver take less
 # (backend, call) that takes its memory from the driver in one piece and is done: such a call has no middle.
 ONE_STEP = {("stock", "prealloc")}
 
@@ -93,6 +95,7 @@ def test_handlers_run_in_the_middle_of_a_call(context, alarm):
     alarm(lambda number, frame: frames.add(frame.f_code.co_name))
     create = long_calls(context)["create"]
     for _ in range(20):  # memory that is there already is handed out in less than a step
+        time.sleep(APART)
         create()()
         context.trim()
     assert frames == {"run"} or (may_be_quick(context) and not frames)
@@ -124,6 +127,7 @@ def test_an_interrupted_call_leaves_nothing(context, interrupting, name):
         assert context.stats().created == before.created
         return
     for _ in range(50):
+        time.sleep(APART)
         try:
             undo = call()
         except KeyboardInterrupt:
