@@ -282,7 +282,7 @@ static void sweep_destroy(void (*before)(void), bool lasting)
 static void sweep_attach_with_zero(void)
 {
     bool reached = true;
-    for (unsigned long n = 1; reached; n = next(n)) {
+    for (unsigned long n = 1; reached; n++) {
         uint32_t slot;
         make((VMEM_KV_DEFAULT & ~VMEM_KV_GENEROUS) | VMEM_KV_ZERO);
         start(100);
@@ -321,7 +321,7 @@ static void sweep_step_beside_worker(unsigned long k)
 {
     bool reached = true;
     vmem__kv_hook = stop_worker;
-    for (unsigned long n = 1; reached; n = next(n)) {
+    for (unsigned long n = 1; reached; n++) {
         make(VMEM_KV_DEFER | VMEM_KV_OVERLAP);
         kept();
         OK(vmem_kv_wait(kv));
