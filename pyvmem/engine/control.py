@@ -603,16 +603,18 @@ def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
 
 def others_compute(page: Page, pool: int) -> bool:
     """Return whether another engine of a pool has running requests, and does not sleep. pool: its number."""
-    name = _engine_name(page)
-    return any(p[USED] and not p.asleep and e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()
-               for e, p in engines())  # fmt: skip
+    return any(p[USED] and not p.asleep for p in _others(page, pool))
 
 
 def others_rest(page: Page, pool: int) -> bool:
     """Return whether another model of a pool is awake, has no requests, and gives weights at once if it sleeps."""
+    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives for p in _others(page, pool))
+
+
+def _others(page: Page, pool: int) -> Iterator[Page]:
+    """The pages of the other engines of a pool."""
     name = _engine_name(page)
-    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives and e.name != name
-               and pool in p.pools() for e, p in engines())  # fmt: skip
+    return (p for e, p in engines() if e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist())
 
 
 def _engine_name(page: Page) -> str:

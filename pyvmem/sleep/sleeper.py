@@ -56,6 +56,11 @@ class Missing(NamedTuple):
     cached: int
     own: int
 
+    @property
+    def suffices(self) -> bool:
+        """True if others give all of it, and few prefixes."""
+        return self.bytes <= self.parked + min(self.cached, FEW)
+
 
 class Sleeper:
     """A worker's weights, and what torch caches for its activations.
@@ -168,9 +173,7 @@ class Sleeper:
         """
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
-            asks = self._must_others_sleep(waits)
-            if asks and self._is_one_idle():
-                asks = not self._is_parked(min(seconds, TRY), waits)
+            asks = self._must_others_sleep(min(seconds, TRY), waits)
         while True:
             try:
                 self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued)
@@ -187,26 +190,24 @@ class Sleeper:
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
 
-    def _must_others_sleep(self, waits: Callable[[], None]) -> bool:
+    def _must_others_sleep(self, seconds: float, waits: Callable[[], None]) -> bool:
         """Return whether others have to sleep, and say so in the page: they lack the memory, or it is in their caches.
 
-        An idle model's weights are in host memory, too, but a prefix may have to be computed again.
+        An idle model's weights are in host memory, too, but a prefix may have to be computed again. If a model is idle,
+        this waits at most so many seconds until it has parked them. Then nobody has to sleep any more.
         """
         if self._missing().bytes > 0:
             self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
         lacks = self._missing()
+        idle = control.others_rest(self._page, self._page[control.POOL_OF + self._rank])
         others = lacks.parked + lacks.cached
-        sleep = lacks.bytes > (lacks.parked + min(lacks.cached, FEW) if self._is_one_idle() else others + lacks.own)
+        sleep = not lacks.suffices if idle else lacks.bytes > others + lacks.own
         if sleep or lacks.bytes <= others:
             self._sleeps(Sleeps.KEEPS)
             waits()
         if sleep:
             self._lacks(lacks.bytes)
-        return sleep
-
-    def _is_one_idle(self) -> bool:
-        """Return whether another model can sleep at once."""
-        return control.others_rest(self._page, self._page[control.POOL_OF + self._rank])
+        return sleep and not (idle and self._is_parked(seconds, waits))
 
     def _is_parked(self, seconds: float, waits: Callable[[], None]) -> bool:
         """Wait until models that go to sleep have parked what is missing. False: they have not in so many seconds.
@@ -216,8 +217,7 @@ class Sleeper:
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            lacks = self._missing()
-            if lacks.bytes <= lacks.parked + min(lacks.cached, FEW):
+            if self._missing().suffices:
                 self._lacks(0)
                 return True
             waits()

@@ -434,7 +434,7 @@ def test_an_idle_model_sleeps_before_the_prefixes_of_others_go(pool, busy, two, 
     sleeper._name = "of another process"
     monkeypatch.setattr("pyvmem.sleep.sleeper.FEW", few * MIB)
     monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
-    monkeypatch.setattr(sleeper, "_lacks", lambda missing: (said.append(missing), lacks(missing)))
+    monkeypatch.setattr(sleeper, "_lacks", lambda missing: said.append(missing) or lacks(missing))
     sleeper.weights.adopt([model])
     sleeper.park()
     copied(sleeper)
