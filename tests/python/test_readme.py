@@ -37,11 +37,14 @@ def test_there_are_blocks():
     assert sum(b.id.startswith("README") for b in BLOCKS) >= 3 and any(b.id.startswith("python.md") for b in BLOCKS)
 
 
-def test_blocks_run():
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("needs", ["torch", "transformers"])
+def test_blocks_run(needs):
+    pytest.importorskip(needs)
     # Nothing that a page shows is about to be dropped.
     examples = {"PYTHONPATH": str(TOP / "examples")}
     blocks = {b.id: b.values[0] for b in BLOCKS if "torch_pool" not in b.values[0]}
+    blocks = {name: block for name, block in blocks.items() if ("transformers" in block) == (needs == "transformers")}
+    assert blocks
     forks(blocks, env={"VMEM_BACKEND": "host", "PYTHONWARNINGS": "error::FutureWarning", **examples})
 
 
