@@ -479,13 +479,15 @@ class CommonWeights(Weights):
         else:
             self._log.info("vMem: the copy of the weights in common is pinned after %.1f s", time.monotonic() - begin)
 
-    def wake(self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False) -> int:
+    def wake(
+        self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False, ahead: bool = False
+    ) -> int:
         with self._lock:
             if not self._asleep or not self._key:
-                return super().wake(wait, came, queued)
+                return super().wake(wait, came, queued, ahead)
             copied = self._map_all(wait)
             try:
-                return copied + super().wake(wait, came, queued)
+                return copied + super().wake(wait, came, queued, ahead)
             except BaseException:
                 self._unmap()
                 with contextlib.suppress(ConnectionError):

@@ -176,7 +176,7 @@ class Sleeper:
             asks = self._must_others_sleep(min(seconds, TRY), waits)
         while True:
             try:
-                self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued)
+                self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued, not asks)
                 break
             except BaseException as error:
                 self._sleeps(Sleeps.LACKS)

@@ -39,6 +39,7 @@ from pyvmem.tensor import tensor_at
 LOG = logging.getLogger(__name__)
 PAGE = 2 * MIB
 AT_ONCE = 256 * MIB  # of memory that comes back while a kernel copies into what came before
+AHEAD = 1536 * MIB  # is claimed first, and copied in about the time in which another model gives the rest
 PORTION, BUSY = 256 * MIB, 1.0  # while requests run, so many bytes are copied, and then none for so many seconds
 ARENA = 32 * MIB  # pinned at once, in which few kernels begin; a power of two, to which torch's allocator rounds
 ALIGN = 512  # bytes, as of the blocks of torch's allocator
@@ -416,19 +417,21 @@ class Weights:
             if len(copied) < len(segments):
                 self.copy_behind(self._busy)
 
-    def wake(self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False) -> int:
+    def wake(
+        self, wait: float, came: Callable[[], None] = lambda: None, queued: bool = False, ahead: bool = False
+    ) -> int:
         """Take the memory back, all or nothing, and copy what went; returns the bytes copied.
 
         wait: the most seconds that the other members have to give it. Raises `OutOfMemory`; then the weights are parked
-        as before, and its `missing` says how many bytes they wait for. came: called when all of the memory is claimed,
-        before the copies begin. queued: whether to return while the current stream copies. Only kernels that wait for
-        this stream may use the weights then.
+        as before, and its `missing` says how many bytes they wait for. came: called when all of the memory is claimed.
+        queued: whether to return while the current stream copies. Only kernels that wait for this stream may use the
+        weights then. ahead: whether copies may begin before all is claimed, because others will hardly fail to give it.
         """
         with self._lock:
             if not self._asleep:
                 return 0
             try:
-                copied = self._take_and_copy(wait, came)
+                copied = self._take_and_copy(wait, came, ahead)
             except BaseException:
                 self.lease._park_segments(self._parked)  # also what has come
                 raise
@@ -438,28 +441,43 @@ class Weights:
             self._asleep, self._parked = False, []
             return copied
 
-    def _take_and_copy(self, wait: float, came: Callable[[], None]) -> int:
+    def _take_and_copy(self, wait: float, came: Callable[[], None], ahead: bool) -> int:
         """Take the memory back in portions, and copy into each while the next one comes; returns the bytes copied.
 
         A copy engine delays what still comes, so that it begins when all has.
         """
         by_kernel = self._to_device.has_kernel and self.is_alone()
-        at_once = AT_ONCE if by_kernel or not self._gpu else self.lease.stats().bytes
-        lost, left = self.lease._unpark_segments(self._parked, wait, at_once)
-        came()
-        segments, copied = self.lease._segments(), 0
-        ready = self._lost.union(lost).difference(left)
-        while True:
-            self._lost.update(lost)
-            for address in ready.intersection(self._sums):
-                memory = self._memory(address, segments[address])
-                for part, begin, end in self._copy.parts(address, segments[address]):
-                    self._to_device(memory[begin:end], part, by_kernel)
-                    copied += end - begin
-            if not left:
-                return copied
-            lost, left = self.lease._unpark_segments(left, 0.0, at_once)
-            ready = set(lost)
+        meanwhile, segments, copied = by_kernel or not self._gpu, self.lease._segments(), 0
+        first = self._within(segments, AHEAD) if ahead and meanwhile else 0
+        at_once = AT_ONCE if meanwhile else self.lease.stats().bytes
+        for address in self._take(first, time.monotonic() + wait, came, at_once):
+            memory = self._memory(address, segments[address])
+            for part, begin, end in self._copy.parts(address, segments[address]):
+                self._to_device(memory[begin:end], part, by_kernel)
+                copied += end - begin
+        return copied
+
+    def _within(self, segments: dict[int, int], most: int) -> int:
+        """How many of the parked segments, from the first on, take at most so many bytes; 0 if all do."""
+        sizes = itertools.accumulate(segments.get(address, 0) for address in self._parked)
+        n = sum(size <= most for size in sizes)
+        return n if n < len(self._parked) else 0
+
+    def _take(self, first: int, end: float, came: Callable[[], None], at_once: int) -> Iterator[int]:
+        """Take the memory back, that of the `first` segments before others are claimed; yield those to copy into."""
+        claims = [self._parked[:first], self._parked[first:]] if first else [self._parked]
+        for claim in claims:
+            lost, left = self.lease._unpark_segments(claim, max(end - time.monotonic(), 0.0), at_once)
+            if claim is claims[-1]:
+                came()
+            ready = self._lost.intersection(claim).union(lost).difference(left)
+            while True:
+                self._lost.update(lost)
+                yield from ready.intersection(self._sums)
+                if not left:
+                    break
+                lost, left = self.lease._unpark_segments(left, 0.0, at_once)
+                ready = set(lost)
 
     def close(self) -> None:
         """Leave the pool. The memory goes when the last tensor does."""

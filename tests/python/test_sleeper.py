@@ -201,7 +201,7 @@ def test_what_requests_of_another_process_have_just_left_puts_no_model_to_sleep(
 def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, sleeper, monkeypatch, fault):
     model, wake, seen = net(8 * MIB), sleeper.weights.wake, []
 
-    def wakes(wait, came, queued):
+    def wakes(wait, came, *how):
         def told():
             came()
             seen.append(page[control.ASLEEP])
@@ -211,7 +211,7 @@ def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, 
                 raise error
 
         seen.append(page[control.ASLEEP])
-        return wake(wait, told, queued)
+        return wake(wait, told, *how)
 
     monkeypatch.setattr(sleeper.weights, "wake", wakes)
     sleeper.weights.adopt([model])
@@ -396,7 +396,7 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     own[control.PID] = other[control.PID] = os.getpid()
     other[control.STATE], other[control.RUNNING] = State.AWAKE, others == "run"
     other[control.GIVES] = 24 * MIB
-    model, parked, wake = net(20 * MIB), [], sleeper.weights.wake
+    model, parked, aheads, wake = net(20 * MIB), [], [], sleeper.weights.wake
     looks, look = [], KVPool.look
     monkeypatch.setattr("pyvmem.sleep.sleeper.TRY", 3600)
     monkeypatch.setattr(KVPool, "look", lambda self, seconds: looks.append(bool(own.short)) or look(self, seconds))
@@ -410,6 +410,7 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
 
     def asks(*how):
         parked.append(sum(m.could_give for m in pool.members() if m.name == its._name))
+        aheads.append(how[-1])
         return wake(*how)
 
     monkeypatch.setattr(sleeper.weights, "wake", asks)
@@ -419,7 +420,7 @@ def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_miss
     assert others == "run" or (own.short >= 20 * MIB and not parked)
     its.park()
     wakes.join()
-    assert (parked[0] >= 20 * MIB) == (others == "rest") and own.short == 0
+    assert (parked[0] >= 20 * MIB) == (others == "rest") == aheads[0] and own.short == 0
     assert any(looks) == (others == "rest")  # else it would learn of it up to 0.2 s later
     assert torch.equal(model.words, torch.arange(20 * MIB // 8))
 

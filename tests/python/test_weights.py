@@ -9,9 +9,11 @@ import itertools
 import random
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import until
 from kv_pools import free, load, make
 
 import pyvmem
@@ -458,6 +460,37 @@ def test_copies_begin_while_memory_still_comes(weights, monkeypatch):
     assert weights.wake(0, lambda: came.append(weights.held)) == 16 * MIB
     assert came == held[:1] and 0 < held[0] < held[-1] == 16 * MIB
     same(*slept)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("comes", [True, False])
+def test_copies_begin_before_a_neighbour_has_given_the_rest_if_it_will(pool, weights, monkeypatch, comes, ahead):
+    slept, cache, came = sleeping(weights), make(pool, context=weights.lease.context), []
+    slots = load(cache, 8, pool)  # 32 of 40 MiB
+    with monkeypatch.context() as patch:
+        held = portions(weights, patch)
+        patch.setattr("pyvmem.sleep.weights.AHEAD", 6 * MIB)
+        with ThreadPoolExecutor() as thread:
+            wait = 3600 if comes else 0.1
+            wakes = thread.submit(weights.wake, wait, lambda: came.append(len(held)), False, ahead)
+            until(lambda: held or not ahead)
+            assert not came
+            if comes:
+                free(cache, slots)
+            error = wakes.exception()
+    assert (held != []) == (comes or ahead)
+    if comes:
+        assert error is None and len(came) == 1 and (came[0] > 0) == ahead
+    else:
+        assert isinstance(error, OutOfMemory) and not came and weights.parked
+        assert 8 * MIB <= error.missing <= 16 * MIB
+        other = make(pool, context=weights.lease.context)
+        load(other, 2, pool)  # what it had taken is there for others
+        other.close()
+        cache.close()
+        assert weights.wake(10) == 16 * MIB
+    same(*slept)
+    cache.close()
 
 
 @pytest.mark.parametrize("kernel, alone", [(True, True), (True, False), (False, True)])
