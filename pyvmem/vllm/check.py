@@ -29,6 +29,7 @@ _TO_ALLOCATE = ("self, request_id, num_tokens, new_computed_blocks, num_encoder_
 # (file, function, parameters without annotations; releases may differ)
 SIGNATURES = (
     ("platforms/interface.py", "Platform.check_and_update_config", "cls, vllm_config"),
+    ("platforms/interface.py", "Platform.update_block_size_for_backend", "cls, vllm_config"),
     (_WORKER, "Worker._maybe_get_memory_pool_context", "self, tag"),
     (_WORKER, "Worker.initialize_from_config", "self, kv_cache_config"),
     (_WORKER, "Worker.execute_model", "self, scheduler_output"),
@@ -121,8 +122,9 @@ NAMES = {
                        "prefill_context_parallel_size tensor_parallel_size worker_cls world_size"),
     "SchedulerConfig": (_CONFIG + "scheduler.py", "async_scheduling enable_chunked_prefill get_scheduler_cls "
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
-    "CacheConfig": (_CONFIG + "cache.py", "cache_dtype enable_prefix_caching gpu_memory_utilization "
-                    "kv_cache_memory_bytes kv_offloading_backend kv_offloading_size prefix_caching_hash_algo"),
+    "CacheConfig": (_CONFIG + "cache.py", "block_size cache_dtype enable_prefix_caching gpu_memory_utilization "
+                    "kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_offloading_backend kv_offloading_size "
+                    "prefix_caching_hash_algo prefix_match_unit user_specified_block_size"),
     "KVEventsConfig": (_CONFIG + "kv_events.py", "enable_kv_cache_events"),
     "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_buffer_device kv_connector kv_connector_extra_config "
                          "kv_connector_module_path"),

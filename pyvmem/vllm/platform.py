@@ -1,4 +1,4 @@
-"""vLLM's own platform with two hooks: this is what makes vLLM use the classes of `mixins`.
+"""vLLM's own platform with three hooks: this is what makes vLLM use the classes of `mixins`.
 
 vLLM resolves the platform in each of its processes, by the entry point group ``vllm.platform_plugins``. The base is
 what vLLM's own detection finds, so every question that vLLM asks its platform has vLLM's own answer.
@@ -95,3 +95,12 @@ class Platform(_Base):  # type: ignore[misc]
             install(vllm_config)
         except (Refused, ValueError) as error:  # as which pydantic would bury it
             raise RuntimeError(f"pyvmem: {error}") from None
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: Any) -> None:
+        super().update_block_size_for_backend(vllm_config)
+        cache, tokens = vllm_config.cache_config, plugin.tokens_of_block(vllm_config)
+        if tokens != cache.block_size:
+            logger.info("vMem: blocks have %d tokens instead of %d, as memory of the pool comes and goes by blocks; "
+                        "--block-size chooses others", tokens, cache.block_size)  # fmt: skip
+            cache.block_size = tokens

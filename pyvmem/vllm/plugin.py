@@ -25,6 +25,7 @@ LAYOUTS = ("auto", "vllm")
 # Settings that an engine cannot keep if its KV memory stays: {field: the end of the variable's name}.
 _FIXED = dict(pool="POOL", limit="LIMIT", maximum="MAX", minimum="MIN", weights="WEIGHTS", idle="IDLE", sleep="SLEEP",
               page_size="PAGE_SIZE")  # fmt: skip
+BLOCK = 64  # tokens of a block in a pool
 # The engine of Ray Serve LLM, and its switch to serve vLLM's own application.
 RAY_LLM, RAY_DIRECT = "ray.llm._internal.serve.engines.vllm.vllm_engine", "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"
 
@@ -38,6 +39,22 @@ def registrar(vllm_config: Any) -> str:
     """The connector for which the engine keeps vLLM's own KV memory; "" if blocks may come and go."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cuda")
     return next((each.name for each in connectors.of(vllm_config) if each.registers(str(device))), "")
+
+
+def tokens_of_block(vllm_config: Any) -> int:
+    """The tokens of a block: `BLOCK` for an engine in a pool, if nobody chose and vLLM would take fewer.
+
+    Blocks are what memory comes and goes by, and a call of the driver for each takes longer than to copy 16 tokens. Not
+    where others count blocks, or where vLLM chooses because of states or of several types of rows.
+    """
+    c, cache = vllm_config, vllm_config.cache_config
+    chosen = cache.user_specified_block_size or cache.prefix_match_unit or cache.kv_cache_dtype_skip_layers
+    events = c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events
+    others = any(each.name != connectors.OFFLOADING for each in connectors.of(c))
+    states = c.model_config is None or c.model_config.is_hybrid
+    if not settings().pool or chosen or events or others or states or c.device_config.device_type == "cpu":
+        return int(cache.block_size)
+    return max(int(cache.block_size), BLOCK)
 
 
 def _fixed_reasons(c: Any) -> Iterator[str]:

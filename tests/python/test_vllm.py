@@ -488,6 +488,40 @@ def test_refusals_say_what_to_do(changes, says):
         plugin.check_config(config(**changes))
 
 
+def cached(tokens, **more):
+    fine = dict(user_specified_block_size=False, prefix_match_unit=None, kv_cache_dtype_skip_layers=[],
+                kv_offloading_size=None, kv_offloading_backend="native")  # fmt: skip
+    return types.SimpleNamespace(block_size=tokens, **{**fine, **more})
+
+
+@pytest.mark.parametrize(
+    "tokens, changes, chosen",
+    [
+        (16, {}, 64),
+        (32, {}, 64),
+        (128, {}, 128),
+        (16, dict(cache_config=cached(16, kv_offloading_size=1)), 64),
+        (16, transfer("OffloadingConnector"), 64),
+        (16, transfer("LMCacheConnectorV1"), 16),
+        (16, multi("OffloadingConnector", "ExampleConnector"), 16),
+        (16, dict(cache_config=cached(16, user_specified_block_size=True)), 16),
+        (16, dict(cache_config=cached(16, prefix_match_unit=16)), 16),
+        (16, dict(cache_config=cached(16, kv_cache_dtype_skip_layers=["0"])), 16),
+        (16, dict(model_config__is_hybrid=True), 16),
+        (16, dict(device_config__device_type="cpu"), 16),
+        (16, dict(kv_events_config=types.SimpleNamespace(enable_kv_cache_events=True)), 16),
+        (16, dict(kv_events_config=types.SimpleNamespace(enable_kv_cache_events=False)), 64),
+    ],
+)
+def test_blocks_are_larger_in_a_pool_unless_somebody_chose_or_counts_them(monkeypatch, tokens, changes, chosen):
+    made = config(**{**dict(cache_config=cached(tokens), kv_events_config=None), **changes})
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    assert plugin.tokens_of_block(made) == tokens
+    monkeypatch.setenv("VMEM_VLLM_POOL", "gpu")
+    monkeypatch.setenv("VMEM_VLLM_POOL_SIZE", "8G")
+    assert plugin.tokens_of_block(made) == chosen
+
+
 @pytest.mark.parametrize("name", ["ExampleConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"])
 def test_connectors_that_copy_blocks_are_taken(name):
     for chosen in (transfer(name), multi(name, "OffloadingConnector")):

@@ -161,6 +161,14 @@ def test_tokens_are_vllms_without_a_limit(model, case):
     check_idle(on, whole=case != "deepseek")
 
 
+def test_tokens_are_vllms_with_blocks_of_the_size_that_vmem_chooses(model, monkeypatch):
+    from pyvmem.vllm import plugin
+
+    monkeypatch.setattr(plugin, "tokens_of_block", lambda config: 2 * config.cache_config.block_size)
+    own, on = both(model("llama"), limits=(1, 2, 4, 20))
+    assert on["tokens"] == own and 0 < on["cached"] and on["cached"] % 256 == 0  # vLLM's own are of 128 on a CPU
+
+
 @pytest.mark.parametrize("limits", [(), (1, 2, 4, 20)])
 def test_tokens_are_vllms_where_requests_begin_with_the_blocks_that_are_there(model, monkeypatch, limits):
     from pyvmem.vllm import demand
