@@ -70,7 +70,7 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
     bursts = [*several, "vmem", "--models", "3", "--at-once", "3", "--max-model-len", "8192", "--part", "bursts",
               "--turns", "8", "--burst", "16", "--burst-prompt", "2000", "--eager"]  # fmt: skip
     room = [*bursts, "--way", "static", "--size", "66G", "--fit", "3"]
-    wake = [*several, "vmem", "--models", "3", "--size", "46G", "--at-once", "3", "--eager", "--part", "alternate",
+    wake = [*several, "vmem", "--models", "3", "--size", "46G", "--at-once", "3", "--part", "alternate", "--turns", "4",
             "--option=--kv-offloading-size", "--option=8", "--seconds", "110"]  # fmt: skip
     graphs = '--option=--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
     zipf = [*several, "vmem", "--models", "5", "--size", "70G", "--at-once", "5", "--part", "zipf", "--duration", "60"]
@@ -87,7 +87,8 @@ def with_vllm() -> list[tuple[str, int, list[str]]]:
                  "--requests", "8", "--kv-mib", "512"]  # fmt: skip
     return [
         ("common", 330, copies),
-        ("models-wake", 300, wake),
+        ("models-wake-graphs", 300, [*wake, graphs]),
+        ("models-wake", 300, [*wake, "--eager"]),
         ("prefixes", 300, [*copies, "--prefixes"]),
         ("standby", 300, [*copies, "--standby"]),
         ("models-zipf-graphs", 300, [*zipf, graphs]),

@@ -447,10 +447,11 @@ class Weights:
         A copy engine delays what still comes, so that it begins when all has.
         """
         by_kernel = self._to_device.has_kernel and self.is_alone()
-        meanwhile, segments, copied = by_kernel or not self._gpu, self.lease._segments(), 0
-        first = self._within(segments, AHEAD) if ahead and meanwhile else 0
+        meanwhile, copied = by_kernel or not self._gpu, 0
+        segments = self.lease._segments() if ahead and meanwhile else {}  # else once all is claimed: it takes long
         at_once = AT_ONCE if meanwhile else self.lease.stats().bytes
-        for address in self._take(first, time.monotonic() + wait, came, at_once):
+        for address in self._take(self._within(segments, AHEAD), time.monotonic() + wait, came, at_once):
+            segments = segments or self.lease._segments()
             memory = self._memory(address, segments[address])
             for part, begin, end in self._copy.parts(address, segments[address]):
                 self._to_device(memory[begin:end], part, by_kernel)
