@@ -19,8 +19,10 @@ from pyvmem._clock import now_us
 from pyvmem.engine import control
 from pyvmem.engine.control import Page, State
 from pyvmem.engine.settings import Settings
+from pyvmem.kv.view import view_folder
 from pyvmem.sleep import routing, turns
 from pyvmem.sleep.admission import Admission, Order
+from pyvmem.sleep.bell import Bell, ring
 from pyvmem.sleep.pages import ServerPages
 from pyvmem.sleep.turns import Action, Model
 
@@ -66,6 +68,10 @@ class Leader:
 
     async def run(self) -> None:
         """Look at the pages for ever."""
+        with contextlib.closing(Bell(view_folder(), self._admission.news.set)):
+            await self._run()
+
+    async def _run(self) -> None:
         failure, seen = "", (0, 0, False, False, False)
         while True:
             acts = self.is_acting() or seen[0] == State.WAKING
@@ -155,9 +161,12 @@ class Leader:
         """Publish what the workers lack to wake."""
         for page in self._pages.mine:
             lacks = page.short
-            if lacks and not page[control.LACKS]:
+            new = lacks and not page[control.LACKS]
+            if new:
                 page[control.LACKING] = now_us()
             page[control.LACKS] = lacks
+            if new:
+                ring(page.path)
 
     def _follow_engine(self) -> bool:
         """Note that the engine sleeps or wakes by its own ways; return whether it does."""

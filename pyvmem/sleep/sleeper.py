@@ -26,6 +26,7 @@ from pyvmem.engine.settings import Refused, Settings
 from pyvmem.errors import OutOfMemory, VmemError
 from pyvmem.kv.pool import KVPool
 from pyvmem.sleep.activations import Activations
+from pyvmem.sleep.bell import ring
 from pyvmem.sleep.common import CommonWeights
 from pyvmem.sleep.weights import LOAD_WAIT, Weights
 
@@ -248,7 +249,10 @@ class Sleeper:
         self._sleeps(Sleeps.CLAIMED)
 
     def _lacks(self, missing: int) -> None:
-        self._page.cells[control.SHORT + self._rank] = missing
+        cells, word = self._page.cells, control.SHORT + self._rank
+        before, cells[word] = cells[word], missing
+        if missing and not before:
+            ring(self._page.path)
 
     def _sleeps(self, how: Sleeps) -> None:
         self._page.cells[control.ASLEEP + self._rank] = how

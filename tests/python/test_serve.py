@@ -16,6 +16,7 @@ import pytest
 from pyvmem.engine import control
 from pyvmem.engine.control import Sleeps, State
 from pyvmem.sleep import leader, pages, serve, standby, turns
+from pyvmem.sleep.bell import ring
 from pyvmem.sleep.standby import Standby
 from pyvmem.vllm import plugin
 
@@ -280,6 +281,33 @@ def test_no_order_and_no_request_waits_for_a_look(played, monkeypatch):
 
     async def history(engine, app, other):
         await asyncio.wait_for(orders(engine, app), 30)
+
+    played(history)
+
+
+def test_a_model_sleeps_for_another_that_rings_and_does_not_wait_for_a_look(played, monkeypatch):
+    monkeypatch.setattr(leader, "TICK", 3600)
+
+    async def history(engine, app, other):
+        engine.page[control.GIVES] = 8
+        other[control.STATE], other[control.QUEUED], other[control.SINCE] = State.WAKING, 1, now()
+        other[control.LACKING], other[control.LACKS] = now(), 5
+        await asyncio.sleep(0.05)
+        assert engine.calls == []
+        ring(other.path)
+        await until(lambda: engine.calls == ["sleep"], engine)
+
+    played(history)
+
+
+def test_a_model_that_lacks_memory_rings_for_the_others(played):
+    async def history(engine, app, other):
+        await answered(engine, "/vmem/sleep")
+        engine.lacks, rung = 5, os.lstat(engine.page.path).st_mtime_ns
+        asks = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page[control.LACKS] and os.lstat(engine.page.path).st_mtime_ns > rung, engine)
+        engine.lacks = 0
+        assert (await asks)[0] == 200
 
     played(history)
 

@@ -197,6 +197,15 @@ def test_what_requests_of_another_process_have_just_left_puts_no_model_to_sleep(
     assert torch.equal(model.words, torch.arange(3 * MIB))
 
 
+def test_what_is_lacking_rings_once_for_other_servers(page, sleeper, monkeypatch):
+    rung = []
+    monkeypatch.setattr("pyvmem.sleep.sleeper.ring", lambda path: rung.append(page.short))
+    for missing in (5, 4, 0, 0, 6):
+        sleeper._lacks(missing)
+        assert page.short == missing
+    assert rung == [5, 6]
+
+
 @pytest.mark.parametrize("fault", [None, OutOfMemory, VmemError])
 def test_a_wake_says_that_all_is_claimed_and_no_longer_once_it_has_failed(page, sleeper, monkeypatch, fault):
     model, wake, seen = net(8 * MIB), sleeper.weights.wake, []

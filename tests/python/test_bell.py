@@ -1,0 +1,62 @@
+"""The bell of the servers of all models: who rings is heard by each process that watches, and by none that cannot.
+
+SPDX-License-Identifier: MIT
+"""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from pyvmem.engine import control
+from pyvmem.kv.view import view_folder
+from pyvmem.sleep.bell import Bell, ring
+
+RINGS = "import pathlib, sys; from pyvmem.sleep.bell import ring; ring(pathlib.Path(sys.argv[1]))"
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return control.open_page("rings", 0)
+
+
+def test_all_who_watch_hear_who_rings_in_another_process(page):
+    async def run():
+        heard = [asyncio.Event(), asyncio.Event()]
+        bells = [Bell(view_folder(), each.set) for each in heard]
+        for _ in range(3):
+            await asyncio.to_thread(subprocess.run, [sys.executable, "-c", RINGS, str(page.path)], check=True)
+            for each in heard:
+                await asyncio.wait_for(each.wait(), 30)
+                each.clear()
+        before = len(os.listdir("/proc/self/fd"))
+        for bell in bells:
+            bell.close()
+            bell.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 2
+
+    asyncio.run(run())
+
+
+def test_without_inotify_or_a_folder_nobody_hears_and_nothing_fails(page, tmp_path, monkeypatch):
+    none = types.SimpleNamespace(inotify_init1=lambda flags: -1)
+
+    async def run():
+        before = len(os.listdir("/proc/self/fd"))
+        Bell(None, pytest.fail).close()
+        Bell(tmp_path / "missing", pytest.fail).close()
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", lambda name: none)
+            Bell(view_folder(), pytest.fail).close()
+        ring(None)
+        ring(tmp_path / "missing")
+        ring(page.path)
+        await asyncio.sleep(0.01)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(run())
