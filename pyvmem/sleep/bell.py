@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _IN_ATTRIB = 4  # of <sys/inotify.h>
+REST = 0.005  # seconds in which no second ring is heard: who rings without end costs the others little
 
 
 def ring(page: Path | None) -> None:
@@ -44,12 +45,17 @@ class Bell:
         self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd >= 0 and libc.inotify_add_watch(self._fd, os.fsencode(folder), _IN_ATTRIB) < 0:
             self.close()
+        self._listen()
+
+    def _listen(self) -> None:
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._read)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):
             os.read(self._fd, 1 << 16)
+        self._loop.remove_reader(self._fd)
+        self._loop.call_later(REST, self._listen)
         self._heard()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -39,6 +40,23 @@ def test_all_who_watch_hear_who_rings_in_another_process(page):
             bell.close()
             bell.close()
         assert len(os.listdir("/proc/self/fd")) == before - 2
+
+    asyncio.run(run())
+
+
+def test_who_rings_without_end_is_heard_now_and_then(page, monkeypatch):
+    monkeypatch.setattr("pyvmem.sleep.bell.REST", 0.2)
+
+    async def run():
+        heard, rung, end = [], 0, time.monotonic() + 1
+        bell = Bell(view_folder(), lambda: heard.append(rung))
+        while time.monotonic() < end or len(heard) < 3:
+            ring(page.path)
+            rung += 1
+            await asyncio.sleep(0)
+        bell.close()
+        assert len(heard) <= 1 + (time.monotonic() - end + 1) / 0.2
+        assert rung > 5 * len(heard)
 
     asyncio.run(run())
 
