@@ -175,6 +175,7 @@ class Weights:
         self._sum = Sums(self._device)
         self._to_device = ToDevice(self._device)
         self.is_alone: Callable[[], bool] = bool
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes
         self._sums: dict[int, int | None] = {}  # of the segments whose copies are right, if they are known
         self._asleep = False
         self._parked: list[int] = []  # segments
@@ -336,8 +337,11 @@ class Weights:
             self._parked.append(address)
 
     def _memory(self, address: int, size: int) -> torch.Tensor:
-        """A segment, uint8[size]."""
-        return tensor_at(self.lease._owned(), address, (size,), torch.uint8, self._device)
+        """A segment, uint8[size]. Kept: to make one takes 40 us, and a sleep compares hundreds."""
+        if (address, size) not in self._tensors:
+            made = tensor_at(self.lease._owned(), address, (size,), torch.uint8, self._device)
+            self._tensors[address, size] = made
+        return self._tensors[address, size]
 
     def _refresh(self, segments: dict[int, int]) -> None:
         """Copy the segments that differ from their copies. Memory is reserved for all of them."""
@@ -487,4 +491,5 @@ class Weights:
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 self._synchronize()  # a kernel may read the copy
             self._copy.drop()
+            self._tensors.clear()
             self.lease.close()
