@@ -91,7 +91,7 @@ def test_adopted_tensors_are_as_they_were_and_in_the_pool(pool, weights):
 
 
 def test_what_is_published_asks_torch_for_nothing_and_each_sleep_once(pool, weights, monkeypatch):
-    """Its snapshot takes about a millisecond, and the rest of the process waits for it. Tensors of segments are kept."""
+    """Its snapshot takes a millisecond, and the rest of the process waits for it. Tensors of segments are kept."""
     net, asked = Net(), []
     weights.adopt([net])
     copied(weights)
