@@ -124,7 +124,8 @@ NAMES = {
                         "max_num_batched_tokens max_num_seqs scheduler_cls"),
     "CacheConfig": (_CONFIG + "cache.py", "block_size cache_dtype enable_prefix_caching gpu_memory_utilization "
                     "kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_offloading_backend kv_offloading_size "
-                    "prefix_caching_hash_algo prefix_match_unit user_specified_block_size"),
+                    "num_gpu_blocks_override prefix_cache_retention_interval prefix_caching_hash_algo "
+                    "prefix_match_unit user_specified_block_size"),
     "KVEventsConfig": (_CONFIG + "kv_events.py", "enable_kv_cache_events"),
     "KVTransferConfig": (_CONFIG + "kv_transfer.py", "kv_buffer_device kv_connector kv_connector_extra_config "
                          "kv_connector_module_path"),
@@ -141,8 +142,8 @@ NAMES = {
     "ModelRunnerOutput": ("v1/outputs.py", "kv_connector_output"),
     "KVConnectorOutput": ("v1/outputs.py", "kv_connector_worker_meta"),
     "ModelConfig": (_CONFIG + "model.py", "architecture convert_type dtype enable_sleep_mode enforce_eager hf_config "
-                    "is_hybrid is_moe max_model_len model model_impl multimodal_config quantization revision "
-                    "runner_type served_model_name trust_remote_code"),
+                    "is_attention_free is_hybrid is_moe max_model_len model model_impl multimodal_config quantization "
+                    "revision runner_type served_model_name trust_remote_code"),
     "LoadConfig": (_CONFIG + "load.py", "device download_dir load_format model_loader_extra_config"),
     "AttentionConfig": (_CONFIG + "attention.py", "hisparse_config>=0.30"),
     "Worker": ("v1/worker/gpu_worker.py", "_maybe_get_memory_pool_context compile_or_warm_up_model "

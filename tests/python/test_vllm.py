@@ -423,7 +423,7 @@ def config(**changes):
                                      tensor_parallel_size=1, pipeline_parallel_size=1,
                                      distributed_executor_backend="mp", enable_elastic_ep=False)  # fmt: skip
     attention = types.SimpleNamespace(hisparse_config=None)
-    model = types.SimpleNamespace(is_hybrid=False, enable_sleep_mode=False)
+    model = types.SimpleNamespace(is_hybrid=False, is_attention_free=False, enable_sleep_mode=False)
     made = types.SimpleNamespace(parallel_config=parallel, attention_config=attention, kv_transfer_config=None,
                                  cache_config=None, model_config=model,
                                  device_config=types.SimpleNamespace(device_type="cuda"))  # fmt: skip
@@ -490,7 +490,8 @@ def test_refusals_say_what_to_do(changes, says):
 
 def cached(tokens, **more):
     fine = dict(user_specified_block_size=False, prefix_match_unit=None, kv_cache_dtype_skip_layers=[],
-                kv_offloading_size=None, kv_offloading_backend="native")  # fmt: skip
+                kv_offloading_size=None, kv_offloading_backend="native", num_gpu_blocks_override=None,
+                prefix_cache_retention_interval=0)  # fmt: skip
     return types.SimpleNamespace(block_size=tokens, **{**fine, **more})
 
 
@@ -507,7 +508,10 @@ def cached(tokens, **more):
         (16, dict(cache_config=cached(16, user_specified_block_size=True)), 16),
         (16, dict(cache_config=cached(16, prefix_match_unit=16)), 16),
         (16, dict(cache_config=cached(16, kv_cache_dtype_skip_layers=["0"])), 16),
+        (16, dict(cache_config=cached(16, num_gpu_blocks_override=1000)), 16),
+        (16, dict(cache_config=cached(16, prefix_cache_retention_interval=1040)), 16),
         (16, dict(model_config__is_hybrid=True), 16),
+        (16, dict(model_config__is_attention_free=True), 16),
         (16, dict(device_config__device_type="cpu"), 16),
         (16, dict(kv_events_config=types.SimpleNamespace(enable_kv_cache_events=True)), 16),
         (16, dict(kv_events_config=types.SimpleNamespace(enable_kv_cache_events=False)), 64),
