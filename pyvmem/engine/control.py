@@ -611,6 +611,12 @@ def others_rest(page: Page, pool: int) -> bool:
     return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives for p in _others(page, pool))
 
 
+def others_wake(page: Page, pool: int) -> bool:
+    """Return whether another model of a pool wakes, and lacks memory or begins to take it."""
+    return any((p.state == State.WAKING and not p.claimed) or Sleeps.KEEPS in p.cells[ASLEEP : ASLEEP + p.ranks]
+               for p in _others(page, pool))  # fmt: skip
+
+
 def _others(page: Page, pool: int) -> Iterator[Page]:
     """The pages of the other engines of a pool."""
     name = _engine_name(page)

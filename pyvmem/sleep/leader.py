@@ -75,8 +75,11 @@ class Leader:
         failure, seen = "", (0, 0, False, False, False)
         while True:
             acts = self.is_acting() or seen[0] == State.WAKING
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes until Python 3.11
-                await asyncio.wait_for(self._admission.news.wait(), ACTS if acts else TICK)
+            news = asyncio.ensure_future(self._admission.news.wait())
+            try:  # until Python 3.11, asyncio.wait_for would lose a cancellation that comes with news
+                await asyncio.wait([news], timeout=ACTS if acts else TICK)
+            finally:
+                news.cancel()
             self._admission.news.clear()
             try:
                 if not self._pages.find():
@@ -160,7 +163,7 @@ class Leader:
     def _publish_lack(self) -> None:
         """Publish what the workers lack to wake."""
         for page in self._pages.mine:
-            lacks = page.short
+            lacks = page.short if page[control.QUEUED] or page[control.RUNNING] else 0  # else nobody waits for it
             new = lacks and not page[control.LACKS]
             if new:
                 page[control.LACKING] = now_us()

@@ -175,9 +175,11 @@ class Sleeper:
         end, asks = time.monotonic() + seconds, False
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
             asks = self._must_others_sleep(min(seconds, TRY), waits)
+        # Two that hold a part which the other one lacks would be in each other's way.
+        ahead = not asks and not control.others_wake(self._page, self._page[control.POOL_OF + self._rank])
         while True:
             try:
-                self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued, not asks)
+                self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued, ahead and not asks)
                 break
             except BaseException as error:
                 self._sleeps(Sleeps.LACKS)

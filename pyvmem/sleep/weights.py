@@ -452,7 +452,8 @@ class Weights:
         """
         by_kernel = self._to_device.has_kernel and self.is_alone()
         meanwhile, copied = by_kernel or not self._gpu, 0
-        segments = self.lease._segments() if ahead and meanwhile else {}  # else once all is claimed: it takes long
+        ahead = ahead and meanwhile and self.bytes - self.held > AHEAD
+        segments = self.lease._segments() if ahead else {}  # else once all is claimed: it takes long
         at_once = AT_ONCE if meanwhile else self.lease.stats().bytes
         for address in self._take(self._within(segments, AHEAD), time.monotonic() + wait, came, at_once):
             segments = segments or self.lease._segments()
@@ -473,9 +474,10 @@ class Weights:
         claims = [self._parked[:first], self._parked[first:]] if first else [self._parked]
         for claim in claims:
             lost, left = self.lease._unpark_segments(claim, max(end - time.monotonic(), 0.0), at_once)
+            self._lost.update(lost)  # whatever fails from here on
             if claim is claims[-1]:
                 came()
-            ready = self._lost.intersection(claim).union(lost).difference(left)
+            ready = self._lost.intersection(claim).difference(left)
             while True:
                 self._lost.update(lost)
                 yield from ready.intersection(self._sums)

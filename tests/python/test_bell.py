@@ -14,7 +14,9 @@ import types
 import pytest
 
 from pyvmem.engine import control
+from pyvmem.engine.settings import Settings
 from pyvmem.kv.view import view_folder
+from pyvmem.sleep import leader
 from pyvmem.sleep.bell import Bell, ring
 
 RINGS = "import pathlib, sys; from pyvmem.sleep.bell import ring; ring(pathlib.Path(sys.argv[1]))"
@@ -57,6 +59,31 @@ def test_who_rings_without_end_is_heard_now_and_then(page, monkeypatch):
         bell.close()
         assert len(heard) <= 1 + (time.monotonic() - end + 1) / 0.2
         assert rung > 5 * len(heard)
+
+    asyncio.run(run())
+
+
+def test_a_leader_ends_although_others_ring(page):
+    """asyncio.wait_for loses a cancellation that comes together with a ring, until Python 3.11."""
+
+    async def run():
+        admission = types.SimpleNamespace(news=asyncio.Event())
+        leads = leader.Leader(types.SimpleNamespace(find=bool), admission, None, Settings("VMEM_VLLM"))
+
+        async def rings():
+            while True:
+                admission.news.set()
+                await asyncio.sleep(0)
+
+        noise = asyncio.create_task(rings())
+        for turn in range(60):
+            task = asyncio.create_task(leads.run())
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=30)
+            assert done and task.cancelled()
+        noise.cancel()
 
     asyncio.run(run())
 

@@ -312,6 +312,32 @@ def test_a_model_that_lacks_memory_rings_for_the_others(played):
     played(history)
 
 
+def test_a_model_that_wakes_for_nobody_any_more_lacks_nothing_and_rings_for_nobody(played):
+    async def history(engine, app, other):
+        await answered(engine, "/vmem/sleep")
+        may, rung = asyncio.Event(), []
+
+        async def wake(state):
+            engine.page[control.SHORT], engine.page[control.ASLEEP] = 5, Sleeps.LACKS
+            await may.wait()
+            engine.page[control.SHORT] = engine.page[control.ASLEEP] = 0
+
+        engine.wake = wake
+        asks = asyncio.create_task(ask(engine))
+        await until(lambda: engine.page[control.LACKS], engine)
+        asks.cancel()  # its client leaves
+        await until(lambda: not engine.page[control.QUEUED] and not engine.page[control.LACKS], engine)
+        beats = engine.page[control.SERVER_BEAT]
+        while engine.page[control.SERVER_BEAT] < beats + 5:
+            rung.append(os.lstat(engine.page.path).st_mtime_ns)
+            await asyncio.sleep(0.001)
+        assert len(set(rung)) == 1 and not engine.page[control.LACKS]
+        may.set()
+        await until(lambda: engine.page[control.STATE] == State.AWAKE, engine)
+
+    played(history)
+
+
 def test_who_waits_in_vain_is_refused_and_counted(played):
     async def history(engine, app, other):
         await answered(engine, "/vmem/sleep")

@@ -396,6 +396,29 @@ def test_workers_of_one_engine_and_engines_of_other_pools_do_not_wait_for_each_o
             made.weights.close()
 
 
+@pytest.mark.parametrize(
+    "state, how, ahead",
+    [
+        (State.AWAKE, 0, True),
+        (State.ASLEEP, Sleeps.LACKS, True),
+        (State.WAKING, Sleeps.LACKS, False),
+        (State.WAKING, Sleeps.KEEPS, False),
+        (State.WAKING, Sleeps.CLAIMED, True),
+        (State.NONE, Sleeps.KEEPS, False),  # past its server
+    ],
+)
+def test_no_part_is_claimed_ahead_while_another_model_wakes_that_lacks_memory(two, monkeypatch, state, how, ahead):
+    (_, sleeper), (other, _) = two
+    model, aheads, wake = net(8 * MIB), [], sleeper.weights.wake
+    other[control.PID], other[control.STATE], other[control.ASLEEP] = os.getpid(), state, how
+    monkeypatch.setattr(sleeper.weights, "wake", lambda *all: aheads.append(all[-1]) or wake(*all))
+    sleeper.weights.adopt([model])
+    sleeper.park()
+    copied(sleeper)
+    sleeper.wake(0)
+    assert aheads == [ahead] and torch.equal(model.words, torch.arange(MIB))
+
+
 @pytest.mark.parametrize("others", ["rest", "run"])
 def test_the_pool_is_asked_for_a_wake_once_an_idle_model_has_parked_what_is_missing(
     pool, busy, two, monkeypatch, others

@@ -466,6 +466,20 @@ def test_copies_begin_while_memory_still_comes(weights, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+def test_an_interrupt_when_all_is_claimed_loses_no_contents(weights, monkeypatch, ahead):
+    slept = sleeping(weights)
+    monkeypatch.setattr("pyvmem.sleep.weights.AHEAD", 6 * MIB)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.wake(0, interrupted, False, ahead)
+    assert weights.parked and weights.wake(0) == 16 * MIB
+    same(*slept)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("comes", [True, False])
 def test_copies_begin_before_a_neighbour_has_given_the_rest_if_it_will(pool, weights, monkeypatch, comes, ahead):
     slept, cache, came = sleeping(weights), make(pool, context=weights.lease.context), []
