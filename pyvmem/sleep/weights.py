@@ -477,14 +477,11 @@ class Weights:
             self._lost.update(lost)  # whatever fails from here on
             if claim is claims[-1]:
                 came()
-            ready = self._lost.intersection(claim).difference(left)
-            while True:
-                self._lost.update(lost)
-                yield from ready.intersection(self._sums)
-                if not left:
-                    break
+            yield from self._lost.intersection(claim, self._sums).difference(left)
+            while left:
                 lost, left = self.lease._unpark_segments(left, 0.0, at_once)
-                ready = set(lost)
+                self._lost.update(lost)
+                yield from self._sums.keys() & lost
 
     def close(self) -> None:
         """Leave the pool. The memory goes when the last tensor does."""

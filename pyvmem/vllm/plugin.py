@@ -48,14 +48,15 @@ def tokens_of_block(vllm_config: Any) -> int:
     where others count blocks, or where vLLM chooses because of states or of several types of rows.
     """
     c, cache = vllm_config, vllm_config.cache_config
+    size = int(cache.block_size)
     chosen = (cache.user_specified_block_size or cache.prefix_match_unit or cache.kv_cache_dtype_skip_layers or
               cache.num_gpu_blocks_override is not None or cache.prefix_cache_retention_interval)  # fmt: skip
     events = c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events
     others = any(each.name != connectors.OFFLOADING for each in connectors.of(c))
     states = c.model_config is None or c.model_config.is_hybrid or c.model_config.is_attention_free
     if not settings().pool or chosen or events or others or states or c.device_config.device_type == "cpu":
-        return int(cache.block_size)
-    return max(int(cache.block_size), BLOCK)
+        return size
+    return BLOCK if BLOCK % size == 0 else size
 
 
 def _fixed_reasons(c: Any) -> Iterator[str]:

@@ -500,6 +500,7 @@ def cached(tokens, **more):
     [
         (16, {}, 64),
         (32, {}, 64),
+        (48, {}, 48),  # 64 is no multiple
         (128, {}, 128),
         (16, dict(cache_config=cached(16, kv_offloading_size=1)), 64),
         (16, transfer("OffloadingConnector"), 64),
