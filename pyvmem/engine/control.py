@@ -594,33 +594,31 @@ def starting_before(page: Page, pool: int, seconds: float) -> list[int]:
 
     pool: its number. Processes of one engine do not wait for each other.
     """
-    begin, oldest, name = (page[STARTING], str(page.path)), max(now_us() - 1e6 * seconds, 0), _engine_name(page)
-    found = [p for e, p in engines() if e.name != name and oldest < p[STARTING] and (p[STARTING], str(p.path)) < begin]
-    return [
-        max(0, *p.cells[SHORT : SHORT + RANKS]) for p in found if pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()
-    ]
+    begin, oldest = (page[STARTING], str(page.path)), max(now_us() - 1e6 * seconds, 0)
+    return [max(0, *p.cells[SHORT : SHORT + RANKS]) for p in others(page, pool)
+            if oldest < p[STARTING] and (p[STARTING], str(p.path)) < begin]  # fmt: skip
 
 
-def others_compute(page: Page, pool: int) -> bool:
-    """Return whether another engine of a pool has running requests, and does not sleep. pool: its number."""
-    return any(p[USED] and not p.asleep for p in _others(page, pool))
-
-
-def others_rest(page: Page, pool: int) -> bool:
-    """Return whether another model of a pool is awake, has no requests, and gives weights at once if it sleeps."""
-    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives for p in _others(page, pool))
-
-
-def others_wake(page: Page, pool: int) -> bool:
-    """Return whether another model of a pool wakes, and lacks memory or begins to take it."""
-    return any((p.state == State.WAKING and not p.claimed) or Sleeps.KEEPS in p.cells[ASLEEP : ASLEEP + p.ranks]
-               for p in _others(page, pool))  # fmt: skip
-
-
-def _others(page: Page, pool: int) -> Iterator[Page]:
-    """The pages of the other engines of a pool."""
+def others(page: Page, pool: int) -> list[Page]:
+    """The pages of the other engines of a pool. pool: its number. To find five takes a millisecond."""
     name = _engine_name(page)
-    return (p for e, p in engines() if e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist())
+    return [p for e, p in engines() if e.name != name and pool in p.cells[POOL_OF : POOL_OF + RANKS].tolist()]
+
+
+def any_computes(pages: Sequence[Page]) -> bool:
+    """Return whether one of these engines has running requests, and does not sleep."""
+    return any(p[USED] and not p.asleep for p in pages)
+
+
+def any_rests(pages: Sequence[Page]) -> bool:
+    """Return whether one of these models is awake, has no requests, and gives weights at once if it sleeps."""
+    return any(p.state in (State.AWAKE, State.CLOSING) and not p[RUNNING] and p.gives for p in pages)
+
+
+def any_wakes(pages: Sequence[Page]) -> bool:
+    """Return whether one of these models wakes, and lacks memory or begins to take it."""
+    return any((p.state == State.WAKING and not p.claimed) or Sleeps.KEEPS in p.cells[ASLEEP : ASLEEP + p.ranks]
+               for p in pages)  # fmt: skip
 
 
 def _engine_name(page: Page) -> str:

@@ -89,7 +89,7 @@ class Sleeper:
         self._name, seconds = f"weights {os.getpid()}", chosen.common
         self.weights: Weights = (CommonWeights(pool, own, self._name, chosen.logger, seconds) if seconds
                                  else Weights(pool, own, self._name, chosen.logger))  # fmt: skip
-        self.weights.is_alone = lambda: not control.others_compute(page, page[control.POOL_OF + rank])
+        self.weights.is_alone = lambda: not control.any_computes(control.others(page, page[control.POOL_OF + rank]))
         self._activations = Activations(self.weights)
         self._busy: Callable[[], bool] | None = None
         self._copies = False  # whether a copy has begun because a server lets the model sleep
@@ -173,10 +173,10 @@ class Sleeper:
         and has the pool know what the engine's own blocks give (`Sleeps`). queued : as `Weights.wake` has it.
         """
         end, asks = time.monotonic() + seconds, False
+        others = control.others(self._page, self._page[control.POOL_OF + self._rank])
         with contextlib.suppress(VmemError):  # if the pool's file cannot be read, the attempt says why
-            asks = self._must_others_sleep(min(seconds, TRY), waits)
-        # Two that hold a part which the other one lacks would be in each other's way.
-        ahead = not asks and not control.others_wake(self._page, self._page[control.POOL_OF + self._rank])
+            asks = self._must_others_sleep(others, min(seconds, TRY), waits)
+        ahead = not control.any_wakes(others)  # two that hold what the other one lacks would wait for each other
         while True:
             try:
                 self.weights.wake(min(seconds, TELL if asks else TRY), self._claimed, queued, ahead and not asks)
@@ -193,8 +193,8 @@ class Sleeper:
             time.sleep(1e-3)
         self._activations.take(seconds, self._lacks)
 
-    def _must_others_sleep(self, seconds: float, waits: Callable[[], None]) -> bool:
-        """Return whether others have to sleep, and say so in the page: they lack the memory, or it is in their caches.
+    def _must_others_sleep(self, models: list[Page], seconds: float, waits: Callable[[], None]) -> bool:
+        """Return whether other models have to sleep, and say so in the page: they lack it, or it is in their caches.
 
         An idle model's weights are in host memory, too, but a prefix may have to be computed again. If a model is idle,
         this waits at most so many seconds until it has parked them. Then nobody has to sleep any more.
@@ -202,7 +202,7 @@ class Sleeper:
         if self._missing().bytes > 0:
             self._pool.look(ANSWER)  # a model that is idle now may have been busy a moment ago
         lacks = self._missing()
-        idle = control.others_rest(self._page, self._page[control.POOL_OF + self._rank])
+        idle = control.any_rests(models)
         others = lacks.parked + lacks.cached
         sleep = not lacks.suffices if idle else lacks.bytes > others + lacks.own
         if sleep or lacks.bytes <= others:

@@ -292,7 +292,7 @@ def test_a_model_sleeps_for_another_that_rings_and_does_not_wait_for_a_look(play
         engine.page[control.GIVES] = 8
         other[control.STATE], other[control.QUEUED], other[control.SINCE] = State.WAKING, 1, now()
         other[control.LACKING], other[control.LACKS] = now(), 5
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # were there looks as usual, it would sleep now
         assert engine.calls == []
         ring(other.path)
         await until(lambda: engine.calls == ["sleep"], engine)
